@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -82,6 +83,60 @@ def test_a_member_that_gives_nothing_is_not_waited_for_in_each_round(strategy: S
         gives_nothing(idle.participant._averager, first)
         await sim.sleep(50.0)
         assert await steps(30.0) > 2 * 0.6 * calm * (count - 1) / count
+
+    sim.run(main, seed=1)
+
+
+def takes_none(averager: Averager) -> Callable[[], None]:
+    """From now on it takes part in rounds, and reads no average of others; returns what mends it."""
+    begin: Any = averager._begin_round
+
+    async def begin_deaf(group: Any, *rest: Any) -> Any:
+        async def never(*_: Any) -> None:
+            await asyncio.Event().wait()
+
+        round_ = await begin(group, *rest)
+        round_._answered, round_._watch_coordinator = never, lambda now: None
+        return round_
+
+    averager._begin_round = begin_deaf  # type: ignore[method-assign, assignment]
+    return lambda: setattr(averager, "_begin_round", begin)
+
+
+@pytest.mark.parametrize("leader", ["either", "the other one", "it"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(None, id="synchronous"), pytest.param(DiLoCo(BATCHES, MEAN), id="merges", marks=pytest.mark.long)],
+)
+def test_one_of_two_stood_still_for_minutes_beside_one_that_takes_no_averages(
+    strategy: Strategy | None, leader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each left the other out, shunned it as a leader, and waited for it to follow: 250 s, again and again.
+
+    After two lost rounds it goes on alone. When the other one is mended, the two come together within minutes.
+    """
+
+    async def main() -> None:
+        run = Run(target=2 * BATCH * BATCHES if strategy is None else 1)
+        first, bad = await train_together(run, 2, strategy=strategy)
+
+        async def pace(seconds: float) -> float:
+            before = first.participant.own.name.samples
+            await sim.sleep(seconds)
+            return (first.participant.own.name.samples - before) / seconds
+
+        calm = await pace(15.0)
+        mend = takes_none(bad.participant._averager)
+        if leader != "either":
+            leads((bad if leader == "it" else first).participant._averager, monkeypatch)
+        await sim.sleep(20.0)
+        assert await pace(100.0) >= 0.8 * calm / 2
+        monkeypatch.undo()
+        mend()
+        async with asyncio.timeout(240.0):
+            while len(first.participant.swarm_step.here) < 2:
+                await sim.sleep(0.1)
+        assert await pace(15.0) >= 0.8 * calm
 
     sim.run(main, seed=1)
 

@@ -320,7 +320,26 @@ def test_a_leader_waited_to_the_end_for_one_that_takes_none_of_its_averages() ->
         assert isinstance(ends[0], RoundFailed)
         assert asyncio.get_running_loop().time() < 15.0
         assert named(group[0]) == {group[1].peer.peer_id}
-        assert seen[0].seen.late <= {group[1].peer.peer_id}
+        assert seen[0].seen.late == {group[1].peer.peer_id}
+
+    on_sim(scenario)
+
+
+def test_a_leader_of_two_that_takes_none_of_its_averages_failed_nobody() -> None:
+    """It aborted the round, and its member counted on it in the next one."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await members(net, ["p0", "p1"])
+        seen = list[Round]()
+
+        def twist(rounds: list[Round]) -> None:
+            takes_none(rounds[0])
+            seen.extend(rounds)
+
+        ends = await played(group, twist, shares=[NUMEL // 2, NUMEL // 2])
+        assert isinstance(ends[1], RoundFailed)
+        assert seen[1].seen.late == {group[0].peer.peer_id}
+        assert not seen[1].seen.led_badly  # else neither would follow the other one
 
     on_sim(scenario)
 

@@ -37,6 +37,7 @@ class Scene:
     def __init__(self, contributors: Collection[PeerID] = PEERS[:4]) -> None:
         self.forerunners, self.committed = Forerunners(ME), committed(contributors)
         self.deaf: set[PeerID] = set()
+        self.idle = frozenset[PeerID]()
         self.target: int | None = 1
         self.see(dict.fromkeys(PEERS, OURS))
 
@@ -70,6 +71,7 @@ class Scene:
             held=held,
             target=self.target,
             hears=lambda peer: peer not in self.deaf,
+            idle=self.idle,
             epoch_s=EPOCH_S,
             now=now,
         )
@@ -103,6 +105,20 @@ def test_a_peer_that_most_left_behind_or_that_has_nothing_follows_at_once() -> N
     assert not Scene((ME, FIRST)).see({ME: OURS, FIRST: THEIRS}, held=1000)
     assert not Scene().see({**HERE, FIRST: THEIRS}, held=0)
     assert not Scene().see({**HERE, FIRST: StateKey.of(11, 640 + 3 * GIVES, b"b" * 32)})
+
+
+def test_one_of_two_gave_up_each_step_for_a_peer_that_no_round_brings_it_together_with() -> None:
+    """That one stepped alone, a moment earlier each time. While nobody counts on it, a small lead is not followed."""
+    step = StateKey.of(11, 640 + GIVES, b"b" * 32)
+    for contributors in ((ME, FIRST), (FIRST,)):
+        scene = Scene(contributors)
+        scene.forerunners.round_failed()
+        assert not scene.see({ME: OURS, FIRST: step})
+        scene.idle = frozenset({FIRST})
+        assert scene.see({ME: OURS, FIRST: step})
+        assert not scene.see({ME: OURS, FIRST: step, SECOND: step})
+        assert not scene.see({ME: OURS, FIRST: StateKey.of(12, 640 + 2 * GIVES + 1, b"b" * 32)})
+        assert not scene.see({ME: OURS, FIRST: step}, now=2 * EPOCH_S)
 
 
 def test_thousandths_of_a_way_are_no_samples() -> None:

@@ -161,9 +161,9 @@ class Conduct:
         for peer in sorted(late):
             if times := self.idle.failed(peer, now, cost_s):
                 self._warn(
-                    f"{peer.short()} kept {times} rounds waiting, and gave nothing to them, or too late, or did not "
-                    "end its streams after them: the next ones go on without it. Check its line (`shoal doctor INVITE` "
-                    "there), and whether its process hangs",
+                    f"{peer.short()} kept {times} rounds waiting, and gave nothing to them, or too late, or took "
+                    "nothing, or did not end its streams after them: the next ones go on without it. Check its line "
+                    "(`shoal doctor INVITE` there), and whether its process hangs",
                     peer,
                 )
 

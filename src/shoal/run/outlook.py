@@ -148,6 +148,7 @@ class Outlook:
             held=self.own.training.pending.held,
             target=self.pace.target(seen) if self.pace.counts_samples else None,
             hears=self.core.endpoint.connected,
+            idle=self.attendance.idle(now),
             epoch_s=self.companions.patience_s,
             now=now,
         )

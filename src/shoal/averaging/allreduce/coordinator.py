@@ -141,6 +141,7 @@ class Coordinator:
     Attributes:
         brief: the members that are waited for briefly.
         rules: what is held, and the verdict.
+        stalled: the members that were left out as they made no progress for `stall_s`.
     """
 
     def __init__(  # noqa: PLR0913 (half of them by name)
@@ -163,7 +164,7 @@ class Coordinator:
         self.rules = CommitRules(round_id, reducers, contributes, min_group_size=min_group_size, me=me)
         self.me, self.stall_s, self._allowed_s = me, stall_s, allowed_s
         self._margin_s = stall_s / 2 if margin_s is None else margin_s
-        self.reduces = list(reduces)
+        self.reduces, self.stalled = list(reduces), set[int]()
         self._told, self._is_signed = False, is_signed
         self._words: dict[int, _Word] = {}  # tile -> in which its maker has told of it
         self._unreachable: dict[int, set[int]] = {}  # per member: those it gets no tiles from
@@ -337,8 +338,9 @@ class Coordinator:
             sometimes("a coordinator that hears nobody leaves itself out")
             actions += self.leave_out(self.me, "no progress", now)
         for member in self._owing():
-            stalls = member in left_out or now - self._progress[member] >= self.stall_s
-            if stalls and self._may_leave_out(member):
+            stalls = now - self._progress[member] >= self.stall_s
+            if (stalls or member in left_out) and self._may_leave_out(member):
+                self.stalled |= {member} if stalls else set()
                 actions += self.leave_out(member, "no progress", now)
         actions += self._hurry(now) + self._leave_brief(now) + self._leave_unsaid(now)
         for member in self.slow(now):

@@ -351,8 +351,12 @@ class Round:
     @property
     def seen(self) -> Seen:
         """What this member saw of the others, once the round is over."""
-        briefs = [self.machine.contributions.brief, *([] if (c := self._coordinating) is None else [c.brief])]
-        return self._witness.seen(self._ended or self._began, self._margin_s, self._options.report_s, briefs)
+        briefs, stalled = [self.machine.contributions.brief], set[int]()
+        if self._coordinating is not None:
+            briefs.append(self._coordinating.brief)
+            stalled = self._coordinating.stalled
+        ended = self._ended or self._began
+        return self._witness.seen(ended, self._margin_s, self._options.report_s, briefs, stalled)
 
     @property
     def verdict(self) -> Verdict:
@@ -372,7 +376,7 @@ class Round:
             return False
         self._sign.set()
         if isinstance(message, Abort):
-            self._witness.led_badly()
+            self._witness.aborted(after_silence=self._loop.time() > self._began + self._options.silence_s)
         self._do(self.machine.obey(message, self._loop.time()))
         self._tiles.heard()
         return True

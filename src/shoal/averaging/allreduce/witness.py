@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from shoal.averaging.allreduce.brief import Brief
@@ -22,7 +23,8 @@ class Seen(NamedTuple):
 
     Attributes:
         late: they kept all others waiting: their averages were late, see `MemberMachine.late`; or they were the
-            coordinator, and were lost, or did not decide in time.
+            coordinator, and were lost, or did not decide in time; or they made no progress, see
+            `Coordinator.stalled`.
         unheard: their values or averages did not come to this member in time.
         bad_lines: this member did not wait for what they give (see `Round`).
         hurried: they were waited for briefly, and left out, as all others were done.
@@ -154,6 +156,17 @@ class Witness:
         """A member is gone, as this one sees for itself."""
         self.looked_at.pop(member, None)
 
+    def aborted(self, *, after_silence: bool) -> None:
+        """The coordinator has aborted the round.
+
+        Of two with values, what one lacks comes from the other one, whoever leads. After a silence that one is late.
+        """
+        two = sum(member.contributes for member in self._machine.members) == 2
+        if two and after_silence and self._gives:
+            self.led_late()
+        else:
+            self.led_badly()
+
     def led_badly(self) -> None:
         """The coordinator has aborted the round, is lost, or gives nothing."""
         self._led_badly |= self._gives and not self.leads
@@ -169,7 +182,9 @@ class Witness:
         """The members that did not do their part."""
         return tuple(dict.fromkeys(peer for peer, _ in self._blamed))
 
-    def seen(self, ended: float, margin_s: float, least_s: float, briefs: Sequence[Brief]) -> Seen:
+    def seen(
+        self, ended: float, margin_s: float, least_s: float, briefs: Sequence[Brief], stalled: AbstractSet[int]
+    ) -> Seen:
         """What it saw, once the round is over.
 
         Args:
@@ -177,6 +192,7 @@ class Witness:
             margin_s: see `MemberMachine.late`.
             least_s: see there.
             briefs: who was waited for briefly, for values and for averages.
+            stalled: if this member leads: those that it left out as they made no progress.
         """
         machine = self._machine
 
@@ -188,6 +204,8 @@ class Witness:
         judges = (self.leads or machine.rules.succeeded) and not self._word_was_false
         unheard = machine.unheard if judges else set[int]()
         late = self._late | (machine.late(margin_s, least_s) if judges else set())
+        if machine.rules.contributes:  # else others were kept waiting
+            late |= stalled
         waited_s = sum(brief.waited_s for brief in briefs)
         return Seen(
             late=peers(late - self._away),

@@ -18,6 +18,9 @@ So a peer does not follow as long as all of this holds:
   ahead of ours. If it comes, theirs is the better state. Where a step waits for a number of samples, it takes that many
   at least, if several peers are here, and have them within the time below.
 - No round at our state has failed since a better state was named, and twice the time of an epoch has not passed.
+
+Peers that kept rounds waiting, and on which it does not count for a while, need not have left this branch, nor be
+outweighed: no round brings the two together meanwhile. They are not followed for less than two steps of its own.
 """
 
 from __future__ import annotations
@@ -76,7 +79,7 @@ class Forerunners:
         if view.behind and self._since is None:
             self._since = now
 
-    def steps_first(
+    def steps_first(  # noqa: PLR0913 (all but one by name)
         self,
         view: SwarmView,
         *,
@@ -85,6 +88,7 @@ class Forerunners:
         held: int,
         target: int | None,
         hears: Callable[[PeerID], bool],
+        idle: frozenset[PeerID],
         epoch_s: float,
         now: float,
     ) -> bool:
@@ -98,18 +102,25 @@ class Forerunners:
             target: the samples of all peers at a state that a step waits for; None: their number does not matter, and
                 what peers say they have done are no samples.
             hears: whether a peer is connected.
+            idle: the peers that kept rounds waiting, and on which this one does not count for a while.
             epoch_s: the time that an epoch takes, seconds.
             now: local time, seconds.
         """
         if not view.behind or own.inverted_digest != self._digest:  # at a new state nobody was seen yet
             return False
-        late = self._since is not None and now >= self._since + _EPOCHS * epoch_s
-        if late or self._failed:
+        leaders = view.leaders
+        if self._since is not None and now >= self._since + _EPOCHS * epoch_s:
+            return False
+        lead = view.best.samples - own.samples
+        if leaders and idle.issuperset(leaders):
+            sometimes("only peers on which this one does not count have gone ahead")
+            return lead <= _EPOCHS * self._gives(self._me, committed, held, 0)
+        if self._failed:
             return False
         left = self._apart | self._pursued
         if held and view.best.epoch > own.epoch:
             left |= self._were_here
-        if left.isdisjoint(view.leaders):
+        if left.isdisjoint(leaders):
             return False
         weights = committed.weights
         here = {peer for peer in view.together.intersection(weights) if peer == self._me or hears(peer)} - view.absent
@@ -118,7 +129,7 @@ class Forerunners:
             return False
         says = {peer: view.others[peer].done for peer in here if peer != self._me} if target is not None else {}
         samples = sum(self._gives(peer, committed, held, says.get(peer, 0)) for peer in here)
-        lead, full = view.best.samples - own.samples, target if target is not None and len(here) > 1 else 0
+        full = target if target is not None and len(here) > 1 else 0
         if lead >= samples and lead > min(full, _EPOCHS * samples):
             return False
         sometimes("peers make their own step, though another one has gone ahead")
@@ -127,7 +138,7 @@ class Forerunners:
     def _gives(self, peer: PeerID, committed: Committed, held: int, says: int) -> float:
         """About how many samples this contributor gives to the next step from our state."""
         has = held if peer == self._me else min(says, committed.believed.get(peer, 0))
-        return max(has, committed.samples[peer] / len(committed.steps))
+        return max(has, committed.samples.get(peer, 0) / max(1, len(committed.steps)))
 
     def round_failed(self) -> None:
         """A round at our state has failed: if a better state is known, it is followed now."""

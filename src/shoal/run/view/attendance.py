@@ -158,6 +158,10 @@ class Attendance:
         gone = self._gone(now).intersection(peers)
         return self.strangers.among(peers) | gone if spent else gone
 
+    def idle(self, now: float) -> frozenset[PeerID]:
+        """Those that kept rounds waiting, and on which nobody counts for a while."""
+        return self._idle.pausing(now)
+
     def _gone(self, now: float) -> frozenset[PeerID]:
         return self._missed.pausing(now) | self._idle.pausing(now)
 

@@ -128,7 +128,7 @@ class TwinWatch:
             self.has_twin = True
             message = (
                 f"another process has this peer's identity ({self._me.short()}), as {teller.short()} says, which "
-                "is connected with both. What is sent to one of them may reach the other, so only one of them can take "
+                "is connected with both. A message to one of them may reach the other, so only one of them can take "
                 "part. End one; give each an identity file of its own (identity_path), or none"
             )
             self._events.emit(Warned(where="DHT", message=message))

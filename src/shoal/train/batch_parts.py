@@ -3,8 +3,8 @@
 `model(a)` and `model.encoder(b)` in one loss are two batches, and calls of the model tell of one. So a hook at each
 layer with trained parameters looks for such layers: as long as there are any, else for a while.
 
-What a layer makes of data is no batch of its own where the model is given it: `model(model.embed(ids))`. Nor is what a
-layer makes of tensors that were computed before (the outputs of the model), or of parameters alone.
+A layer's output is no batch of its own where the model is given it: `model(model.embed(ids))`. Neither is the output of
+a layer that gets tensors which were computed before (the outputs of the model), or parameters alone.
 
 A compiled model runs without the hook at which a call begins, so nothing tells what its layers are called for. They are
 left alone. Hooks that were compiled with them stay, and do nothing: to remove them compiles the model once more.

@@ -577,13 +577,13 @@ def begins_differently(averager: Averager, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(JoinRequest, "post", lying)
 
 
-def refuses_one(averager: Averager, victim: PeerID) -> None:
+def refuses_one(averager: Averager, victim: PeerID, code: str = "full") -> None:
     """It takes all others into its groups."""
     matchmaker: Any = averager._finder.matchmaker
     refusal = matchmaker._refusal
 
     def refuse(search: Any, join: Any) -> Any:
-        return JoinRefused("full", "no") if join.member.contact.peer == victim else refusal(search, join)
+        return JoinRefused(code, "no") if join.member.contact.peer == victim else refusal(search, join)
 
     matchmaker._refusal = refuse
 

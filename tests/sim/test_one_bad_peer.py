@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from shoal import sim
 from shoal.averaging.allreduce.coordinator import Send
 from shoal.averaging.allreduce.round import Round
+from shoal.averaging.matchmaking.joins import JoinRequest
+from shoal.averaging.matchmaking.matchmaker import Matchmaker
+from shoal.base.peer import PeerID
 from shoal.errors import RoundFailed
-from shoal.protocol.wire import Gone, Report
+from shoal.protocol.wire import Assign, Begin, Gone, Report
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, LocalUpdates, Strategy, StreamingDiLoCo, Synchronous
 from tests.sim.optimizer_kit import Run, Trainer
 from tests.sim.test_forerunners import BATCH, BATCH_S, HONEST, Fault, deaf
@@ -55,14 +61,106 @@ def stalled(run: Run) -> Iterator[None]:
     yield
 
 
+def peers(run: Run, *names: str) -> list[PeerID]:
+    """The ids of these."""
+    return [run.trainers[name].participant.core.peer_id for name in names]
+
+
+def leads(run: Run, patch: pytest.MonkeyPatch, harm: Callable[[Round], None] = lambda _: None) -> list[Matchmaker]:
+    """The last peer leads whenever it may, and does this to each round that it leads; its matchmakers."""
+    averagers = [fragment._averager for fragment in run.trainers["last"].fragments]
+    for averager in averagers:
+        leads_with(averager, harm, patch)
+    return [averager._finder.matchmaker for averager in averagers]
+
+
 @contextlib.contextmanager
-def refuses(run: Run) -> Iterator[None]:
-    """The last peer leads whenever it may, and takes one honest peer into none of its groups."""
-    victim = run.trainers[HONEST[0]].participant.core.peer_id
+def refuses(run: Run, *, code: str = "full", lists: bool = False) -> Iterator[None]:
+    """The last peer leads whenever it may, and takes one honest peer into none of its groups.
+
+    It may tell the others all the same that this one is a member.
+    """
+    (victim,) = peers(run, HONEST[0])
+    contact = run.trainers[HONEST[0]].participant.core.endpoint.contact
+    begin, found = Matchmaker._begin, Matchmaker._found
     with pytest.MonkeyPatch.context() as patch:
+        mine = leads(run, patch)
         for fragment in run.trainers["last"].fragments:
-            leads_with(fragment._averager, lambda _: None, patch)
-            refuses_one(fragment._averager, victim)
+            refuses_one(fragment._averager, victim, code)
+
+        def begin_with_it(matchmaker: Matchmaker, search: Any, followers: Sequence[PeerID]) -> None:
+            if matchmaker in mine and followers:
+                member = replace(search.requests[followers[0]].member, contact=contact)
+                begun = asyncio.get_running_loop().create_future()
+                absent = SimpleNamespace(
+                    member=member, begun=begun, stream=None, post=lambda _: begun.cancel(), release=lambda: None
+                )
+                search.requests[victim], followers = absent, [*followers, victim]
+            begin(matchmaker, search, followers)
+
+        def found_without(matchmaker: Matchmaker, search: Any, told: Any, controls: Any, release: Any) -> None:
+            found(matchmaker, search, told, {p: stream for p, stream in controls.items() if stream}, release)
+
+        if lists:
+            patch.setattr(Matchmaker, "_begin", begin_with_it)
+            patch.setattr(Matchmaker, "_found", found_without)
+        yield
+
+
+@contextlib.contextmanager
+def answers(run: Run, *, begins_s: float = 0.0, accepts_s: float = 0.0, in_turns: bool = False) -> Iterator[None]:
+    """The last peer leads whenever it may. It answers one honest peer late, or each of them in turns, or never."""
+    post, honest, rounds = JoinRequest.post, peers(run, *HONEST), list[bytes]()
+
+    def answer_late(request: JoinRequest, answer: Any) -> None:
+        late_s, victim = accepts_s, honest[0]
+        if isinstance(answer, Begin):
+            late_s = begins_s
+            rounds.extend([answer.round_id] if answer.round_id not in rounds else [])
+            victim = honest[rounds.index(answer.round_id) % len(honest) if in_turns else 0]
+        if not late_s or request.member.contact.peer != victim or not any(request in one._requests for one in mine):
+            post(request, answer)
+        elif math.isfinite(late_s):
+            asyncio.get_running_loop().call_later(late_s, post, request, answer)
+        else:
+            request._unwatch()
+            request.begun.set_result(None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        mine = leads(run, patch)
+        patch.setattr(JoinRequest, "post", answer_late)
+        yield
+
+
+@contextlib.contextmanager
+def holds(run: Run) -> Iterator[None]:
+    """The last peer leads whenever it may. It accepts one honest peer, begins without it, and keeps its stream."""
+    (victim,), begin = peers(run, HONEST[0]), Matchmaker._begin
+
+    def begin_without(matchmaker: Matchmaker, search: Any, followers: Sequence[PeerID]) -> None:
+        if matchmaker in mine and victim in followers and len(followers) > 1:
+            search.requests[victim]._unwatch()
+            followers = [peer for peer in followers if peer != victim]
+        begin(matchmaker, search, followers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        mine = leads(run, patch)
+        patch.setattr(Matchmaker, "_begin", begin_without)
+        yield
+
+
+@contextlib.contextmanager
+def assigns(run: Run) -> Iterator[None]:
+    """The last peer leads whenever it may, and tells one honest peer alone that it averages the tiles of all others."""
+    (victim,) = peers(run, HONEST[0])
+
+    def assign(round_: Round) -> None:
+        index, owners = round_._index.get(victim), round_.tiling.owners
+        if index is not None and (tiles := [tile for tile, owner in enumerate(owners) if owner != round_.me]):
+            round_._control._to_say[index].put_nowait(Assign(tiles, 1, round_.me))
+
+    with pytest.MonkeyPatch.context() as patch:
+        leads(run, patch, assign)
         yield
 
 
@@ -103,8 +201,7 @@ def calls_gone(run: Run, *, at_once: bool = True, says: bool = True, leaves_out:
             coordinator.reported = say_first
 
     with pytest.MonkeyPatch.context() as patch:
-        for fragment in run.trainers["last"].fragments:
-            leads_with(fragment._averager, lie, patch)
+        leads(run, patch, lie)
         yield
 
 
@@ -116,6 +213,23 @@ FAULTS: dict[str, Fault] = {
     "calls gone later": partial(calls_gone, at_once=False),
     "only calls gone": partial(calls_gone, leaves_out=False),
     "only leaves out": partial(calls_gone, says=False),
+    "lists one that it refuses": partial(refuses, lists=True),
+    "declines": partial(refuses, code="declined"),
+    "begins late": partial(answers, begins_s=1.5),
+    "begins late in turns": partial(answers, begins_s=1.5, in_turns=True),
+    "begins never": partial(answers, begins_s=math.inf),
+    "accepts late": partial(answers, accepts_s=0.9),
+    "holds": holds,
+    "assigns": assigns,
+}
+
+
+FLOORS = {
+    ("local updates", "begins late"): 0.3,
+    ("local updates", "accepts late"): 0.3,
+    ("local updates", "lists one that it refuses"): 0.4,
+    ("decoupled", "lists one that it refuses"): 0.4,
+    ("stream", "accepts late"): 0.4,
 }
 
 
@@ -167,6 +281,21 @@ def test_a_peer_that_was_told_no_lie_followed_the_liar_alone() -> None:
         assert kept(FAULTS["only calls gone"], STRATEGIES["synchronous"], 1) >= 0.8
 
 
+def test_who_was_listed_and_told_nothing_was_named_and_left_alone() -> None:
+    """A leader said that it was a member. It gave nothing, so the others waited for it no more, and kept the leader."""
+    assert kept(FAULTS["lists one that it refuses"], STRATEGIES["synchronous"], 1) >= 0.8
+
+
+def test_a_leader_that_told_another_member_each_time_too_late_led_on() -> None:
+    """Each of them was missing once of three times: too rarely to be missed."""
+    assert kept(FAULTS["begins late in turns"], STRATEGIES["synchronous"], 1) >= 0.8
+
+
+def test_a_leader_that_refused_one_peer_with_another_word_than_full_led_on() -> None:
+    """That peer asked it again in each search, and came to no group."""
+    assert kept(FAULTS["declines"], STRATEGIES["synchronous"], 1) >= 0.8
+
+
 @pytest.mark.long
 def test_an_honest_leader_that_has_lost_one_member_in_a_round_leads_on() -> None:
     """All others saw that this member was there: that is forgiven, and nobody avoids the leader."""
@@ -202,5 +331,5 @@ def test_an_honest_leader_that_has_lost_one_member_in_a_round_leads_on() -> None
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_honest_peer_keeps_most_of_its_pace_beside_a_bad_one(strategy: str, fault: str) -> None:
-    """All strategies, and all of these faults."""
-    assert kept(FAULTS[fault], STRATEGIES[strategy], 1) >= 0.5
+    """All strategies, and all of these faults; decision 0132 says why these few are below a half."""
+    assert kept(FAULTS[fault], STRATEGIES[strategy], 1) >= FLOORS.get((strategy, fault), 0.5)

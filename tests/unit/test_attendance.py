@@ -154,6 +154,15 @@ def test_who_does_not_come_while_most_wait_for_an_epoch_has_missed_the_round() -
         assert attendance.patience_s == most_s
 
 
+def test_peers_that_had_met_elsewhere_were_given_up_by_the_one_that_was_left_out() -> None:
+    """A leader had not told it of their group. After two searches it stepped alone."""
+    attendance = Attendance(15.0)
+    for began in (0.0, 100.0, 200.0):
+        attendance.search(2.0)
+        assert attendance.wait_for(ALL, began) == ALL
+        assert attendance.formed((), began + 1.5, elsewhere=ALL) == []
+
+
 def test_who_goes_to_another_state_while_a_search_waits_for_it_has_missed_the_round() -> None:
     """It was not expected any more when the group began: each round waited for it, and none counted."""
     attendance = Attendance(15.0)

@@ -20,19 +20,20 @@ WINDOW_S, ROUND_S = 5.0, 2.0
 
 
 class Rounds:
-    """Rounds of three peers, as one of them sees them; A leads."""
+    """Rounds of three peers, as one of them sees them; A leads, and that is this one if nothing is said."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, leads: bool = True) -> None:
+        self.leads = leads
         self.warnings: list[str] = []
         self.conduct = Conduct(WINDOW_S, lambda message, *_: self.warnings.append(message))
-        self.now = 0.0
+        self.now, self.leader = 0.0, A
 
     def play(self, *, succeeds: bool = True, gave: frozenset[PeerID] = ALL, unfair: bool = False, **seen: Any) -> None:
         """One round, in which this was seen; by default all three gave and own parts."""
         given: dict[str, Any] = {"late": NOBODY, "unheard": NOBODY, "bad_lines": NOBODY, "reduced": ALL}
         given |= {"hurried": NOBODY, "waited_s": 0.0, "lost_s": 0.0}
         all_seen = Seen(**{**given, "led_badly": False, "decided_late": False, **seen})
-        round_: Any = SimpleNamespace(seen=all_seen, leader=A)
+        round_: Any = SimpleNamespace(seen=all_seen, leader=self.leader, leads=self.leads)
         in_part = {A: Fraction(1, 2)} if A in gave else {A: Fraction(0)}
         outcome: Any = SimpleNamespace(contributors=sorted(gave - {A}), counted_in_part=in_part)
         outcome = outcome if succeeds else None
@@ -68,6 +69,17 @@ def test_a_member_that_was_waited_for_and_gave_nothing_is_idle(how: str) -> None
     assert rounds.shut_out() == (frozenset({B}), NOBODY, NOBODY)
     assert rounds.conduct.precedence(NO_STRANGERS, rounds.now).shunned == {B}
     assert "gave nothing" in rounds.warnings[0]
+
+
+@pytest.mark.parametrize("leaders", [(A, A), (A, C), (A, A, A)])
+def test_a_leader_that_told_a_member_nothing_had_it_named(leaders: tuple[PeerID, ...]) -> None:
+    """The second time under one leader does not count; under another one, or if it leads all the same, it does."""
+    rounds = Rounds(leads=False)
+    for rounds.leader in leaders:
+        rounds.play(late=frozenset({B}), gave=frozenset({A, C}))
+    idle = leaders != (A, A)
+    assert rounds.shut_out() == (frozenset({B} if idle else ()), NOBODY, NOBODY)
+    assert bool(rounds.warnings) == idle
 
 
 def test_a_member_that_does_not_end_its_streams_is_idle() -> None:

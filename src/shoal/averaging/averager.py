@@ -377,6 +377,8 @@ class Averager:
             if self._still_s() < still_s + _STILL_S:  # else the others may have left us, not we them
                 unfair = self._finder.is_unfair(group)
                 self.conduct.played(round_, outcome, formed, loop.time(), attempt.strangers, unfair=unfair)
+                if outcome is not None:
+                    self._finder.matchmaker.played(group, round_.there(outcome), counted=round_.counted(outcome))
                 if round_.seen.decided_late and attempt.strangers.are_spent(loop.time()):
                     self._finder.matchmaker.avoid(group.peers[group.coordinator], len(group.members))
 

@@ -18,6 +18,9 @@ from shoal.base.peer import PeerID
 
 __all__ = ["Conduct"]
 
+_MOST_LATE = 64
+"""The most members of which is remembered who led when they were late."""
+
 _MOST_HELPERS = 64
 """The most auxiliary peers that are remembered as no strangers."""
 
@@ -46,6 +49,8 @@ class Conduct:
         self._window_s, self._warn = window_s, warn
         # Of the last round: those that were late, those that had not ended their streams, and who was a stranger.
         self._late, self._kept, self._strangers = frozenset[PeerID](), frozenset[PeerID](), NO_STRANGERS
+        # Who led the last rounds in which these were late, and how many of them.
+        self._late_under: dict[PeerID, tuple[PeerID | None, int]] = {}
         self._helpers: dict[PeerID, None] = {}  # that have reduced for us, and have no values with which to prove it
 
     def precedence(self, strangers: Strangers, now: float) -> Precedence:
@@ -126,7 +131,7 @@ class Conduct:
         for peer in gave - unheard - seen.bad_lines:
             self.bad_lines.forgive(peer, now)
         self._note_helpers(reduced - gave - late - seen.unheard, late, strangers, cost_s, now)
-        self._note_idle(late, cost_s, now)
+        self._note_idle(late, cost_s, now, None if round_.leads else leader)
         for peer in sorted(unheard):
             if times := self.bad_lines.failed(peer, now, cost_s):
                 self._warn(
@@ -157,9 +162,19 @@ class Conduct:
             self._strangers.pay(min(self._strangers.among(to_blame) or to_blame), cost_s, now)
             self._note_idle(to_blame, cost_s, now)
 
-    def _note_idle(self, late: Collection[PeerID], cost_s: float, now: float) -> None:
+    def _note_idle(self, late: Collection[PeerID], cost_s: float, now: float, led_by: PeerID | None = None) -> None:
+        """These kept a round waiting. The second time under one leader does not count: is the leader to blame for it?
+
+        It may have told them nothing, or too late. Next another one leads, if the others find that, too (`Memory`).
+        Under two leaders, or a third time, it is their own fault. So it is at once if no leader is named.
+        """
+        unforgiven = self.idle.unforgiven
         for peer in sorted(late):
-            if times := self.idle.failed(peer, now, cost_s):
+            before, times = self._late_under.get(peer, (None, 0)) if peer in unforgiven else (None, 0)
+            times = times + 1 if led_by == before else 1
+            put_last(self._late_under, peer, (led_by, times), _MOST_LATE)
+            excused = led_by not in (None, peer) and times == 2
+            if times := self.idle.failed(peer, now, cost_s, weight=float(not excused)):
                 self._warn(
                     f"{peer.short()} kept {times} rounds waiting, and gave nothing to them, or too late, or took "
                     "nothing, or did not end its streams after them: the next ones go on without it. Check its line "

@@ -130,8 +130,11 @@ class SwarmStep:
         """A round has failed, or has become hopeless: what was accumulated stays for the next one."""
         outlook = self.outlook
         outlook.forerunners.round_failed()
-        if self.rounds.in_vain or outlook.alone(outlook.view()):
-            self._tell_absent({self._me}, self._now())
+        view = outlook.view()
+        if self.rounds.in_vain or outlook.alone(view):
+            # Where several are at one better state, they have met without us: alone we would only be further away.
+            met = view.leaders if view.behind else ()
+            self._tell_absent({self._me}, self._now(), elsewhere=met if len(met) > 1 else ())
         async with self._own.hold() as holds:
             if holds:
                 self._training.pending.round_failed()
@@ -158,9 +161,9 @@ class SwarmStep:
         late = self._now() > self.averager.joined_at + patience_s
         return frozenset() if late and 2 * self.averager.group_size > 1 + len(awaited) else awaited
 
-    def _tell_absent(self, members: Collection[PeerID], now: float) -> None:
+    def _tell_absent(self, members: Collection[PeerID], now: float, elsewhere: Collection[PeerID] = ()) -> None:
         """A round has formed, or was waited for in vain: name those that are no longer waited for."""
-        self.notices.absent(self.outlook.attendance.formed(members, now))
+        self.notices.absent(self.outlook.attendance.formed(members, now, elsewhere))
 
     def _most_weight(self, peer: PeerID) -> float:
         """The largest weight that a peer may give to the round now.

@@ -206,6 +206,11 @@ class Round:
         return self.members[self.coordinator].contact.peer
 
     @property
+    def leads(self) -> bool:
+        """Whether this peer decides the round."""
+        return self._witness.leads
+
+    @property
     def _stall_s(self) -> float:
         """A reducer may wait this long for a silent sender before it goes on without."""
         return (self._options.reducer_silence_s or 2 * self._options.silence_s) + 2 * self._options.report_s
@@ -357,6 +362,22 @@ class Round:
             stalled = self._coordinating.stalled
         ended = self._ended or self._began
         return self._witness.seen(ended, self._margin_s, self._options.report_s, briefs, stalled)
+
+    def there(self, outcome: Outcome) -> frozenset[PeerID]:
+        """The members that were there in time, once the round is over, by what came here from them."""
+        seen, machine = self.seen, self.machine
+        peers = [member.contact.peer for member in self.members]
+        lost = {peers[index] for index in machine.unheard} | seen.late | seen.hurried
+        gave = {*outcome.contributors, *(peer for peer, share in outcome.counted_in_part.items() if share)}
+        return frozenset(
+            member.contact.peer
+            for member in self.members
+            if member.contact.peer not in lost and (not member.contributes or member.contact.peer in gave)
+        )
+
+    def counted(self, outcome: Outcome) -> bool:
+        """Whether our values counted in a round that succeeded, if we gave any."""
+        return not self._witness.gives or outcome.share(self.members[self.me].contact.peer) > 0
 
     @property
     def verdict(self) -> Verdict:

@@ -62,6 +62,7 @@ class Witness:
             then its own line may be the bad one.
 
     Attributes:
+        gives: as given.
         bad_lines: those that it does not wait for.
         looked_at: the members that the coordinator has called gone; whether they gave us something since.
     """
@@ -78,7 +79,7 @@ class Witness:
         bad_lines: Collection[int],
     ) -> None:
         self._machine, self._words, self._events, self._on_lie = machine, words, events, on_lie
-        self._gives, self._away = gives, {*away, machine.me}
+        self.gives, self._away = gives, {*away, machine.me}
         self.bad_lines = set(bad_lines) if 2 * len(bad_lines) <= len(machine.members) - 1 else set[int]()
         self.looked_at: dict[int, bool] = {}
         self._late, self._led_badly = set[int](), False
@@ -162,14 +163,14 @@ class Witness:
         Of two with values, what one lacks comes from the other one, whoever leads. After a silence that one is late.
         """
         two = sum(member.contributes for member in self._machine.members) == 2
-        if two and after_silence and self._gives:
+        if two and after_silence and self.gives:
             self.led_late()
         else:
             self.led_badly()
 
     def led_badly(self) -> None:
         """The coordinator has aborted the round, is lost, or gives nothing."""
-        self._led_badly |= self._gives and not self.leads
+        self._led_badly |= self.gives and not self.leads
 
     def led_late(self) -> None:
         """The coordinator keeps all others waiting."""
@@ -228,7 +229,7 @@ class Witness:
         machine = self._machine
         replaced, reducers = machine.rules.replaced - machine.liars, set(machine.first_reducer)
         return not self.leads and (
-            (machine.left_out and self._gives)
+            (machine.left_out and self.gives)
             or any(self.looked_at.values())
             or (len(replaced) > 1 and 2 * len(replaced) > len(reducers))
         )

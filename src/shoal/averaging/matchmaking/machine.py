@@ -62,6 +62,9 @@ MISMATCH_CODES = frozenset({"schema", "settings"})
 SOFT_CODES = frozenset({"full", "replaced"})
 """Refusals that mean: ask again in a while."""
 
+PASSING_CODES = frozenset({"later", "not-looking", "started", "replaced"})
+"""Refusals that come from any peer that is not asked in the right moment."""
+
 _MAX_HOPS = 6
 """The most redirections in a row that a peer follows."""
 
@@ -73,8 +76,6 @@ _CROWD_GROUPS = 4
 _LATER_S = 1e-3
 _HEAD_START_S = 1.0
 """The leader of the last group declares itself earlier than the others by this, so that it can lead them again."""
-AVOIDED_WINDOWS = 10
-"""Whoever leads groups to which others do not come leads none for so long. Nobody is harmed by that."""
 
 _TEXT_CHARACTERS = 1000
 _CODE_CHARACTERS = 64
@@ -178,8 +179,8 @@ class GroupMachine:
         self._avoided = {peer for peer, until in memory.avoided.items() if until > now}
         self.idled: list[PeerID] = []
         self.turned_away: set[PeerID] = set()
-        self._on_trial: PeerID | None = None  # the leader of groups in which others were missing
-        self._missed = frozenset[PeerID]()  # those others
+        self._missed = frozenset[PeerID]()  # those that were missing in the groups of a leader that is on trial
+        self._relied_on: set[PeerID] = set()  # the expected peers that we asked to lead us
         self._declined: set[PeerID] = set()  # they do not let us lead them, in this search
         self._now = self._followed_at = now
         self._poller = DirectoryPoller(self._me, leads=self._leads, memory=memory, known=self._known, now=now)
@@ -236,10 +237,14 @@ class GroupMachine:
     def start(self, now: float) -> list[events.Action]:
         """Begin the search; call it once, before `handle`."""
         leader, memory = self._memory.leader, self._memory
-        if leader is not None and memory.missed:
+        memory.on_trial = None
+        if leader is not None and (missed := memory.missed(leader.peer)):
             # The two do not reach each other, or one of them is at fault. Do the others come where another peer leads?
-            self._on_trial, self._missed = leader.peer, memory.missed
+            memory.on_trial, self._missed = leader.peer, missed
             self._avoided.add(leader.peer)
+            if 2 * (1 + len(missed)) <= 1 + len(self._all_expected()):
+                # Neither of the two leads: whoever leads is in its own group, and may keep the other one out.
+                self._avoided |= missed
         self._begin_window(now)
         if (
             leader is not None
@@ -329,26 +334,24 @@ class GroupMachine:
         It may have lied to them alone. That proves nothing, so it is avoided. Whoever shuns a peer knows why others do
         not come.
         """
-        hoped_for = self._not_gone(frozenset(self._hoped_for - {self._me, leader}), among=len(self._hoped_for))
+        hoped_for = frozenset(self._hoped_for - {self._me, leader} - self._shunned - self._avoided)
+        hoped_for = self._not_gone(hoped_for, among=len(self._hoped_for))
         came = 1 + len(hoped_for.intersection(members))
-        if 2 * came > 1 + len(hoped_for) or self._hoped_for & (self._shunned | self._avoided):
+        if 2 * came > 1 + len(hoped_for):
             self._memory.vain_s.pop(leader, None)
         elif self._memory.followed_in_vain(leader, self._now - self._followed_at) >= self._config.window_s / 2:
             sometimes("a peer avoids a leader to which half of the others do not come")
             self._avoid(leader, len(hoped_for) + 2)
 
     def _avoid(self, leader: PeerID, members: int) -> None:
-        self._memory.avoid(leader, self._now + AVOIDED_WINDOWS * self._config.window_s, members)
+        self._memory.avoid(leader, self._now, self._config.window_s, members)
 
-    def _judge_last_leader(self, members: Collection[PeerID]) -> None:
-        """Another peer leads, and these are its group. Are those there that were missing in the groups before?"""
-        leader = self._on_trial
-        if leader is None:
-            return
-        self._memory.stranded.clear()
-        if leader != self.leader and self._missed.intersection(members):
-            sometimes("a peer comes to a group that another peer leads than before")
-            self._avoid(leader, len(members))
+    def _relied(self, members: Collection[PeerID]) -> None:
+        """The search is over: those that we asked to lead us, and that are not in our group, have failed us."""
+        in_vain = self._relied_on.difference(members)
+        for leader in self._memory.relied(self._relied_on, in_vain):
+            sometimes("a peer avoids a leader that fails it again and again")
+            self._avoid(leader, len(self._all_expected()) + 1)
 
     def _shun(self, peer: PeerID) -> None:
         self._shunned.add(peer)
@@ -389,7 +392,7 @@ class GroupMachine:
             self._refuse(peer, "not-looking", "a client does not lead")
         elif not wants_to_follow:
             self._followers.pop(peer, None)
-            if peer in self._shunned:
+            if peer in self._shunned or (peer in self._avoided and self._leads_now(now)):
                 self._refuse(peer, "declined", "I do not follow you")
             else:
                 self._refuse(peer, "later", "you are earlier: lead me")
@@ -445,6 +448,7 @@ class GroupMachine:
                 # leader.
                 self._change_phase(SearchPhase.FOLLOWING, leader)
                 self._met_one = True
+                self._relied_on.add(peer)
                 if self._followers:
                     sometimes("a leader with followers finds an earlier one, and sends them on")
                 self._out += [Answer(follower, JoinRedirected(leader)) for follower in self._followers]
@@ -454,9 +458,12 @@ class GroupMachine:
                 pass  # said twice
             case Begin() as begin if self.phase is SearchPhase.FOLLOWING:
                 members = {member.contact.peer for member in begin.members}
-                self._memory.followed(members, self._sent_on | (self._expected_members() or frozenset()))
+                expected = self._all_expected()  # those that we avoid, too: they are to be members
+                expected = self._not_gone(expected - self._declined - {self._me}, among=len(expected))
+                self._memory.awaited = (expected | members | self._sent_on) - self._shunned - {self._me, peer}
                 self._followed_alone(peer, members)
-                self._judge_last_leader(members)
+                self._relied_on.discard(peer)
+                self._relied(members)
                 self._change_phase(SearchPhase.OVER)
                 self._out += [events.Enter(begin), *self._poller.withdraw()]
             case Begin():
@@ -478,6 +485,8 @@ class GroupMachine:
             self.turned_away.add(peer)
         if code == "declined":
             self._declined.add(peer)
+        if code not in PASSING_CODES | MISMATCH_CODES:
+            self._relied_on.add(peer)
         if code in MISMATCH_CODES:
             self._note_mismatch(peer, text)
         else:
@@ -492,6 +501,7 @@ class GroupMachine:
 
     def _on_redirected(self, peer: PeerID, leader: Contact, now: float) -> None:
         self._met_one = True
+        self._relied_on.discard(peer)
         unfit = leader.peer in self._asked_in_a_row or leader.peer == self._me or leader.peer in self._followers
         unfit = unfit or self._leads_before(leader.peer) or (leader.peer in self._avoided and bool(self._followers))
         if unfit or len(self._asked_in_a_row) >= _MAX_HOPS or self._known.is_set_aside(leader.peer, now):
@@ -501,6 +511,7 @@ class GroupMachine:
             self._known.pause(peer, now + 2 * SETTLE_S)
             self._look_again()
         else:
+            self._relied_on.add(leader.peer)  # others follow it
             self._ask(leader)
 
     def _on_nudged(self, event: events.Nudged) -> None:
@@ -516,6 +527,7 @@ class GroupMachine:
             case JoinRefused("declined"):
                 self._met_one = True
                 self._declined.add(peer)
+                self._come_after(peer)
             case JoinRefused():
                 self._met_one = True
                 self._known.spend(peer, expiration)
@@ -529,6 +541,15 @@ class GroupMachine:
                     # If this other leader is earlier it will take us; if not, it will refuse and come to us.
                     self._asked_in_a_row.clear()
                     self._ask(leader)
+
+    def _come_after(self, peer: PeerID) -> None:
+        """This peer does not follow us. If nobody does, we follow it: else each of us would wait for the other."""
+        expiration = self._known.expiration_of(peer)
+        free = self.phase is SearchPhase.LOOKING and not self._followers
+        if free and expiration is not None and peer not in self._shunned | self._avoided:
+            sometimes("a peer that is not followed comes after the one that does not follow it")
+            self._expiration = self._memory.declared = max(self._expiration, expiration) + _LATER_S
+            self._poller.renew()
 
     def _on_tick(self, now: float) -> None:
         if self._leader is None:
@@ -562,6 +583,7 @@ class GroupMachine:
     def _lose(self, peer: PeerID, reason: str) -> None:
         self._memory.lose(peer, self._expiration_of(peer))
         self._lost_now.add(peer)
+        self._relied_on.add(peer)
         self._trouble = (f"the peer that was to lead is gone: {reason}", (peer,))
 
     def _look_again(self, *, excused: bool = False) -> None:
@@ -595,6 +617,7 @@ class GroupMachine:
         if self._followers.full or now >= self._window_end:
             self._conclude(now)
             return
+        self._look_at_trial(now)
         expected = self._expected_members()
         all_came = self._followers.can_start and expected is not None and expected <= self._followers.keys()
         if all_came and not self._may_be_on_its_way(now):
@@ -616,6 +639,16 @@ class GroupMachine:
             self._out += self._poller.nudge(self.key, self._followers, now)
             self._out += self._poller.read(self._followers, now)
 
+    def _look_at_trial(self, now: float) -> None:
+        """Fewer have come than to the leader that is on trial: the others stay with it, and so do we."""
+        memory = self._memory
+        if memory.on_trial is None or self._poller.awaits_followers(now) or self._followers.size >= memory.there:
+            return
+        sometimes("a leader is on trial, and most others stay with it")
+        self._avoided -= {memory.on_trial, *self._missed} - memory.avoided.keys()
+        memory.trial_ended(self._missed)
+        memory.on_trial, self._missed = None, frozenset()
+
     def _dismiss_silent(self) -> None:
         """Send away followers that fell silent while others were waited for: the round would wait for them, too."""
         if self._expected is None or len(self._followers) > LOOKED_AT:
@@ -629,12 +662,16 @@ class GroupMachine:
         """The peers before us, and the one among them that should lead us, if any: none that is known to be silent."""
         while True:
             earlier = self._known.earlier(self.key if self._leads else None, self._followers, now)
-            if self._followers or (self._leads and self._poller.awaits_followers(now)):
+            if self._leads_now(now):
                 earlier = [each for each in earlier if each.peer not in self._avoided]
             leader = self._first_to_ask(earlier, now)
             if leader is None or self._poller.is_outdated(now) or not self._is_silent(leader.peer, False):
                 return earlier, leader
             self._lose(leader.peer, "it is silent")
+
+    def _leads_now(self, now: float) -> bool:
+        """Whether others follow us, or may be on their way to us: then we follow nobody that we avoid."""
+        return bool(self._followers) or (self._leads and self._poller.awaits_followers(now))
 
     def _first_to_ask(self, earlier: Sequence[Declaration], now: float) -> Declaration | None:
         """The peer among these that should lead us; None if there is none, or if we should rather lead.
@@ -664,7 +701,7 @@ class GroupMachine:
         expected = self._expected() if self._expected is not None else None
         if expected is None:
             return None
-        others = expected - self._shunned - self._avoided - self._declined - {self._me}
+        others = expected - self._shunned - (self._avoided - self._missed) - self._declined - {self._me}
         return self._not_gone(others, among=len(expected)) or None
 
     def _may_be_on_its_way(self, now: float) -> bool:
@@ -715,8 +752,7 @@ class GroupMachine:
 
     def _start(self) -> None:
         self._change_phase(SearchPhase.OVER)
-        self._judge_last_leader(self._followers)
-        self._memory.stranded.clear()
+        self._relied(self._followers)
         self._out += [events.Start(tuple(self._followers)), *self._poller.withdraw()]
 
     def _begin_window(self, now: float) -> None:
@@ -764,6 +800,10 @@ class GroupMachine:
         self._out.append(events.Fail(reason, peers, mismatch))
 
     def _give_up(self, reason: str) -> None:
+        if self._memory.on_trial is not None:
+            self._memory.trial_ended(self._missed)
+        self._relied_on |= {self._leader.peer} if self._leader is not None else set()
+        self._relied(())
         if self._leader is not None:
             if self.phase is SearchPhase.FOLLOWING:
                 self._followed_alone(self._leader.peer, ())

@@ -38,7 +38,7 @@ from shoal.averaging.matchmaking.joins import (
     member_bytes,
     receive_answer,
 )
-from shoal.averaging.matchmaking.machine import AVOIDED_WINDOWS, LOOKED_AT, GroupMachine
+from shoal.averaging.matchmaking.machine import LOOKED_AT, GroupMachine
 from shoal.base.clock import Env, seconds_text
 from shoal.base.ordered import OrderedSet
 from shoal.base.peer import PeerID
@@ -551,8 +551,17 @@ class Matchmaker:
 
     def avoid(self, leader: PeerID, members: int) -> None:
         """Another peer is to lead groups like the last one, which had so many members: see `Memory.avoid`."""
-        until = asyncio.get_running_loop().time() + AVOIDED_WINDOWS * self._config.window_s
-        self._memory.avoid(leader, until, members)
+        self._memory.avoid(leader, asyncio.get_running_loop().time(), self._config.window_s, members)
+
+    def played(self, group: Group, there: frozenset[PeerID], *, counted: bool) -> None:
+        """The round of a group is over: these members were there in time, and our values counted, or did not."""
+        leader = None if group.leads else group.peers[group.coordinator]
+        if (other := self._memory.played(leader, there)) is not None:
+            sometimes("a peer comes to a group that another peer leads than before")
+            self.avoid(other, len(group.members))
+        if leader is not None:
+            for each in self._memory.relied((leader,), () if counted else (leader,)):
+                self.avoid(each, len(group.members))
 
     def forget_leader(self) -> None:
         """The round of the last group failed: its leader has no privilege in the next one."""

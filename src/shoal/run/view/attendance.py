@@ -165,13 +165,18 @@ class Attendance:
     def _gone(self, now: float) -> frozenset[PeerID]:
         return self._missed.pausing(now) | self._idle.pausing(now)
 
-    def formed(self, members: Collection[PeerID], now: float) -> list[tuple[PeerID, int]]:
+    def formed(
+        self, members: Collection[PeerID], now: float, elsewhere: Collection[PeerID] = ()
+    ) -> list[tuple[PeerID, int]]:
         """These peers made a round. Returns the peers that rounds no longer wait for, with the rounds they missed.
+
+        Those that have met elsewhere meanwhile missed nothing: it is this peer that was not there.
 
         For strangers it is one of them, and the rounds are those that any of them missed.
         """
         patience_s, members = min(self.patience_s, max(WORTH_S, self._known.patience_s)), set(members)
-        late = [peer for peer, since in self._since.items() if peer not in members and now >= since + patience_s / 2]
+        there = members.union(elsewhere)
+        late = [peer for peer, since in self._since.items() if peer not in there and now >= since + patience_s / 2]
         for peer in members:
             self._missed.forgive(peer, now)
         newly_absent = [(peer, missed) for peer in sorted(late) if (missed := self._missed.failed(peer, now))]

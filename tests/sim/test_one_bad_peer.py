@@ -331,5 +331,5 @@ def test_an_honest_leader_that_has_lost_one_member_in_a_round_leads_on() -> None
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_honest_peer_keeps_most_of_its_pace_beside_a_bad_one(strategy: str, fault: str) -> None:
-    """All strategies, and all of these faults; decision 0132 says why these few are below a half."""
+    """All strategies, and all of these faults; decision 0132 tells of the few that are below a half."""
     assert kept(FAULTS[fault], STRATEGIES[strategy], 1) >= FLOORS.get((strategy, fault), 0.5)

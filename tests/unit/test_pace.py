@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from shoal.base.peer import Address, PeerID
-from shoal.protocol.wire import Contact, Progress
+from shoal.protocol.wire import Contact, Progress, Standing
 from shoal.run.view.progress import SwarmProgress, SwarmView
 from shoal.strategies import Merging, SamplesPace
 from shoal.strategies.merge_pace import NEAR_WAY, WAY, MergePace, merge_pace
@@ -154,6 +154,67 @@ def test_all_peers_at_a_state_see_the_same_merge_as_due() -> None:
         assert len(answers) == 1
         due |= answers
     assert due == {True, False}
+
+
+def calls(known: SwarmProgress, peer: PeerID, done: int) -> None:
+    """It says that a merge is due."""
+    known.relayed(said(peer, done, 2.0), [Standing(PEERS[0], done, 1.0)], 0.0)
+
+
+@pytest.mark.parametrize(("calling", "due"), [([3], False), ([1, 3], True), ([1, 2], True)])
+def test_a_peer_that_named_less_to_one_of_the_others_shut_that_one_out(calling: list[int], *, due: bool) -> None:
+    """The others had begun the merge, and it was not due by what that peer knew. One that calls alone is no reason."""
+    known, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), merge_pace(Merging(every=4, overlap=0))
+    known.contributed(PEERS[:4])
+    pace.state_changed(1, 0.0)
+    for peer, done in zip(PEERS[1:4], (WAY, WAY, 0), strict=True):
+        known.heard(said(peer, done, 1.0), 0.0)
+    mine = said(PEERS[0], 3 * WAY // 4, 0.0)
+    known.view(mine, 0.0)
+    assert not pace.enough(known.view(mine, 0.0))
+    for number in calling:
+        calls(known, PEERS[number], WAY)
+    assert pace.enough(known.view(mine, 0.0)) == due
+    assert pace.reaches(0, 0, 1) == due
+    assert (pace.near_at == 0) == due
+
+
+def test_a_batch_is_not_begun_when_most_of_the_others_have_one_left() -> None:
+    """Each round waited for the batch of the peer that was told less. It is held once on each way."""
+    known, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), merge_pace(Merging(every=4, overlap=0))
+    known.contributed(PEERS[:4])
+    pace.state_changed(1, 0.0)
+    for peer, done in zip(PEERS[1:4], (3 * WAY // 4, 3 * WAY // 4, 0), strict=True):
+        known.heard(said(peer, done, 1.0), 0.0)
+    pace.enough(known.view(said(PEERS[0], WAY, 0.0), 0.0))
+    assert [pace.hold_s(batches, float(batches), 1) for batches in range(2, 7)] == [0.0, 0.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("peers", "least"), [(2, 0), (3, 750), (4, 800), (8, 889)])
+def test_a_peer_that_claimed_far_more_than_all_others_made_merges_due_before_they_had_a_batch(
+    peers: int, least: int
+) -> None:
+    """No one counts for more than twice the next one. Of two nobody knows which of them is the one that lies."""
+
+    def due(done: int) -> bool:
+        known, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), merge_pace(Merging(every=10, overlap=0))
+        for peer in PEERS[1 : peers - 1]:
+            known.heard(said(peer, done, 1.0), 0.0)
+        known.heard(said(PEERS[peers - 1], 10**12, 1.0), 0.0)
+        return pace.enough(known.view(said(PEERS[0], done, 0.0), 0.0))
+
+    assert next(done for done in range(WAY + 1) if due(done)) == least
+
+
+@pytest.mark.parametrize(("there", "called"), [(0, False), (1, False), (2, True)])
+def test_one_peer_that_said_it_was_time_called_all_others_to_each_merge(there: int, *, called: bool) -> None:
+    """By time each peer has a clock of its own: more than half of the others call it, and no single one."""
+    known, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), merge_pace(Merging(every="2s", overlap=0))
+    pace.state_changed(1, 0.0)
+    for peer in PEERS[1:4]:
+        known.heard(said(peer, WAY if peer in PEERS[1 : 1 + there] else 1, 1.0), 0.0)
+    pace.enough(known.view(said(PEERS[0], 1, 0.0), 0.0))
+    assert (pace.done(4, 1, 0.5, 1) == WAY) == called
 
 
 @pytest.mark.parametrize("contributor_is_here", [False, True])

@@ -165,7 +165,7 @@ def test_samples_of_strangers_are_believed_up_to_those_of_contributors() -> None
 def test_strangers_are_not_believed_what_they_tell_of_others() -> None:
     """Else one that stands at our state could give contributors any number of samples."""
     known, mine = swarm(), said(ME, done=10)
-    known.heard(said(ANN, done=20), 0.0)
+    known.heard(said(ANN, done=20), 0.0, direct=False)
     known.contributed({ME, ANN, CAT})
     assert not known.relayed(said(BEN), [Standing(ANN, 10**12, 101.0)], 0.0)
     assert known.view(mine, 0.0).done == 30
@@ -463,7 +463,7 @@ def test_peers_with_other_settings_do_not_count() -> None:
 def test_what_others_tell_of_a_peer_counts_until_it_says_something_itself() -> None:
     """A keeper tells all who is at its state, with how many samples: newer than what they had heard from these."""
     known, teller = swarm(), said(ANN, epoch=6, digest=DIGESTS[3], branch_samples=1100, time=7.0)
-    known.heard(said(BEN), 0.0)
+    known.heard(said(BEN), 0.0, direct=False)
     mine = said(ME, epoch=6, digest=DIGESTS[3], branch_samples=1100)
     assert known.relayed(teller, [Standing(BEN, 40, 101.0), Standing(CAT, 5, 101.0), Standing(ME, 9, 200.0)], 0.0)
     again = [Standing(BEN, 30, 101.0), Standing(BEN, 30, math.inf), Standing(CAT, 5, 101.0)]
@@ -553,16 +553,16 @@ def test_a_contributor_told_each_peer_that_all_others_were_somewhere_else() -> N
     known, mine = swarm(), said(ME)
     known.contributed({ME, ANN, BEN})
     known.heard(said(ANN), 0.0)
-    known.heard(said(BEN), 0.0)
+    known.heard(said(BEN), 0.0, direct=False)
     assert known.view(mine, 0.0).together == {ME, ANN, BEN}
     liar = said(ANN, epoch=6, digest=DIGESTS[3], branch_samples=1100, time=101.0)
     assert not known.relayed(liar, [Standing(BEN, 0, 1e9)], 0.1)
     assert known.view(mine, 0.1).together == {ME, ANN, BEN}
     better = said(BEN, epoch=9, digest=DIGESTS[2], branch_samples=2000, time=102.0)
-    known.heard(better, 0.1)
+    known.heard(better, 0.1, direct=False)
     assert not known.relayed(liar, [Standing(BEN, 0, 2e9)], 0.1)
     assert known.view(mine, 0.1).best == StateKey.of_peer(better)
-    known.heard(said(BEN, time=103.0), 0.1)
+    known.heard(said(BEN, time=103.0), 0.1, direct=False)
     moved = said(ME, epoch=6, digest=DIGESTS[3], branch_samples=1100)
     known.view(moved, 0.2)
     assert known.relayed(liar, [Standing(BEN, 5, 3e9)], 0.3)
@@ -588,7 +588,7 @@ def test_another_epoch_for_the_state_that_all_have_was_a_better_state(known_befo
     assert StateKey.of_peer(seen.others[BEN]) == StateKey.of_peer(old)
     assert not known.further(StateKey.of_peer(mine))
     known.contributed({ANN})
-    known.heard(said(CAT), 0.1)
+    known.heard(said(CAT), 0.1, direct=False)
     told = said(ANN, epoch=7, digest=DIGESTS[3], branch_samples=2000, time=101.0)
     assert known.relayed(told, [Standing(CAT, 5, 200.0)], 0.2)
     assert StateKey.of_peer(known.view(mine, 0.2).others[CAT]) == StateKey.of_peer(mine)
@@ -602,10 +602,45 @@ def test_the_steps_before_a_beginning_are_no_lie() -> None:
     assert view(known, epoch=0, branch_samples=0).behind
 
 
+def test_one_contributor_told_each_of_a_few_that_all_others_had_done_enough() -> None:
+    """Merges began before anybody had a batch. In a larger swarm a peer tells only the keepers: they are believed."""
+    known, mine = swarm(), said(ME)
+    for peer in (ANN, BEN):
+        known.heard(said(peer), 0.0)
+    known.contributed({ME, ANN, BEN})
+    lie = said(ANN), [Standing(BEN, 10**12, 101.0)]
+    known.relayed(*lie, 0.0)
+    assert known.view(mine, 0.0).others[BEN].done == 10
+    known.heard(said(CAT), 0.0, direct=False)  # that one may be gone, or not hear us
+    assert known.relayed(said(ANN), [Standing(CAT, 5, 101.0)], 0.0)
+    for number in range(10, 13):
+        known.heard(said(PeerID(bytes([number]) * 32)), 0.0)
+    assert known.relayed(*lie, 0.0)
+
+
+def test_a_peer_that_tells_of_others_calls_to_the_next_step() -> None:
+    """There is enough by all that it knew then, and its trainer may stand still. One that is elsewhere calls nobody."""
+    known, mine, next_one = swarm(), said(ME), said(ME, epoch=6, digest=DIGESTS[3], branch_samples=1100)
+    known.heard(said(ANN), 0.0)
+    known.heard(said(BEN), 0.0)
+    known.view(mine, 0.0)
+    known.relayed(said(ANN), [], 0.0)
+    assert not known.view(mine, 0.0).calling
+    assert known.relayed(said(ANN), [Standing(BEN, 10, 100.0)], 0.0)
+    assert not known.relayed(said(ANN), [Standing(BEN, 10, 100.0)], 0.0)  # no news
+    assert known.view(mine, 0.0).calling == {ANN}
+    assert not known.view(next_one, 0.0).calling
+    known.relayed(said(ANN), [], 0.0)
+    assert known.view(mine, 0.0).calling == {ANN}
+    known.heard(said(ANN, epoch=6, digest=DIGESTS[3], branch_samples=1100, time=101.0), 0.0)
+    assert not known.view(mine, 0.0).calling
+    assert not known.view(next_one, 0.0).calling
+
+
 def test_what_others_tell_of_a_peer_again_counts_for_longer() -> None:
     """Keepers say all again every 1.5 s. What was not yet forgotten then was forgotten before the next time."""
     known, teller, mine = swarm(), said(ANN), said(ME)
-    known.heard(said(BEN), 0.0)
+    known.heard(said(BEN), 0.0, direct=False)
     assert known.relayed(teller, [Standing(BEN, 40, 101.0)], 0.2)
     assert known.view(mine, 0.2).done == 50
     assert not known.relayed(teller, [Standing(BEN, 40, 101.0)], 3.0)

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from abc import abstractmethod
+from collections.abc import Collection
 
 from shoal.base.peer import PeerID
 from shoal.protocol.wire import Progress
@@ -22,6 +24,10 @@ WAY = 1000
 _MOST_WAYS = 4
 """A peer counts for so many ways at most, whatever it claims. One that does not count itself waits for so many at most:
 others may claim that they do nothing."""
+
+_FASTER = 2
+"""Among three and more a peer counts for at most so many times what any other one names, or for one way: one that claims
+more than it has trained makes no merge due in which nobody has a batch."""
 
 _LEAST_WAY = 0.75
 """A way by time is at least this part of a whole one."""
@@ -57,25 +63,34 @@ def _done(view: SwarmSeen, peer: PeerID) -> int | None:
 class _Way:
     """How far each of some peers is.
 
+    Args:
+        batch: thousandths that a batch or two take.
+
     Attributes:
         done: thousandths, by peer.
         count: how many count, after `sum_up`.
         far: how far they are in all.
         there: how many of them have gone the whole way.
+        soon: how many will have after a batch or two.
+        most: how far those two are that are furthest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, batch: int = 0) -> None:
         self.done: dict[PeerID, int] = {}
-        self.count = self.far = self.there = self._far = self._there = 0
+        self.most: list[int] = []
+        self.count = self.far = self.there = self.soon = self._far = self._there = self._soon = 0
+        self._nearly = WAY - batch
 
     def set(self, peer: PeerID, done: int | None) -> None:
         """A peer is so far; None: it does not count."""
         before = self.done.pop(peer, None)
         if before is not None:
             self._far, self._there = self._far - before, self._there - (before >= WAY)
+            self._soon -= before >= self._nearly
         if done is not None:
             self.done[peer] = done
             self._far, self._there = self._far + done, self._there + (done >= WAY)
+            self._soon += done >= self._nearly
 
     def is_among(self, most: int, peer: PeerID) -> bool:
         """Whether another peer beside these is among the first `most` of all."""
@@ -83,9 +98,12 @@ class _Way:
 
     def sum_up(self, most: int | None = None) -> None:
         """Count all of them; of more than `most` the first ones, whose `there` does not say which of them are."""
-        self.count, self.far, self.there = len(self.done), self._far, self._there
+        self.count, self.far, self.there, self.soon = len(self.done), self._far, self._there, self._soon
+        counted: Collection[int] = self.done.values()
         if most is not None and self.count > most:
-            self.count, self.far = most, sum(self.done[peer] for peer in sorted(self.done)[:most])
+            counted = [self.done[peer] for peer in sorted(self.done)[:most]]
+            self.count, self.far = most, sum(counted)
+        self.most = heapq.nlargest(2, counted)
 
 
 class MergePace(Pace):
@@ -96,6 +114,9 @@ class MergePace(Pace):
     a quorum strangers add no more than these do, or what is lacking if these are too few for it. Peers that no round
     waits for do not count, unless a quorum cannot be had without them: two peers that wait for each other no more would
     each stay alone otherwise.
+
+    A peer that has named less to one peer than to the others would keep it away from the merge that they have begun. So
+    what more than half of the others say is due is due for this peer, too.
 
     Args:
         merging: the way in which peers merge.
@@ -111,6 +132,7 @@ class MergePace(Pace):
     """
 
     counts_samples = False
+    _batch = 0  # thousandths of the way that a batch takes, or two if not each one is told
 
     def __init__(self, merging: Merging, fragment: int = 0) -> None:
         self._ahead = WAY * fragment // merging.fragments
@@ -123,6 +145,7 @@ class MergePace(Pace):
         self._known, self._strange, self._absent = _Way(), _Way(), _Way()
         self._merge_s = 0.0
         self._trains, self._enough, self._counts = True, False, True
+        self._called = False  # by others: it is time
 
     # ------------------------------------------------------------------------------- what batches and time do otherwise
 
@@ -133,6 +156,10 @@ class MergePace(Pace):
     @abstractmethod
     def _is_due(self, own: int) -> bool:
         """Whether a merge without a quorum is due, as this peer has come so far."""
+
+    @abstractmethod
+    def _is_called(self, view: SwarmSeen) -> bool:
+        """Whether the others, as they are known now, say that a merge is due."""
 
     @abstractmethod
     def _hold_batch_s(self, batches: int, now: float, epoch: int) -> float:
@@ -176,7 +203,7 @@ class MergePace(Pace):
         if view.log is not None and view.log is self._log:  # a swarm of a thousand is looked at all the time
             words = view.log[self._taken :]
         else:
-            known, strange, absent, words = _Way(), _Way(), _Way(), list(view.others)
+            known, strange, absent, words = _Way(self._batch), _Way(), _Way(), list(view.others)
         self._log, self._taken = view.log, len(view.log or ())
         for peer in words:
             way = known if not view.contributors or peer in view.contributors else strange
@@ -193,10 +220,15 @@ class MergePace(Pace):
         strange.sum_up(most)
         # Last, as other threads ask.
         self._known, self._strange, self._absent, self._counts = known, strange, absent, counts
+        self._called = self._is_called(view)
         self._heard()
         self._trains = view.trains
         self._enough = self._reaches(view.own)
         return self._enough
+
+    def _outnumber(self, some: int) -> bool:
+        """Whether so many of the others that contribute are more than half of these."""
+        return 2 * some > self._known.count
 
     def _lacking(self, known: _Way) -> int:
         """How many strangers a quorum takes, if all others and this peer are in it."""
@@ -250,6 +282,7 @@ class MergePace(Pace):
     def state_changed(self, epoch: int, now: float) -> None:
         began = now + self._out_of_place_s(now) if epoch else now
         self.epoch, self.began, self._enough, self._log, self.near_at = epoch, began, False, None, 0
+        self._called = False
 
     def ends_at(self, epoch: int | None, *, others_left: bool) -> None:
         if epoch != self._end:
@@ -269,6 +302,7 @@ class BatchesPace(MergePace):
     def __init__(self, merging: Merging, steps: int, fragment: int = 0) -> None:
         super().__init__(merging, fragment)
         self._steps = steps
+        self._batch = math.ceil(WAY * self._between_looks / steps)
 
     def done(self, samples: int, batches: int, now: float, epoch: int) -> int:
         return max(0, self._begins_at(epoch) + WAY * batches // self._steps)
@@ -281,9 +315,22 @@ class BatchesPace(MergePace):
 
     def _heard(self) -> None:
         lacking = NEAR_WAY * (self._others + self._counts) - self._known.far - self._strange.far
+        lacking = 0 if self._called else lacking
         mean_is_near = self._quorum is None and (self._counts or lacking <= 0)
         own = min(NEAR_WAY, lacking) if mean_is_near else NEAR_WAY
         self.near_at = math.ceil((own - self._begins_at(self.epoch)) * self._steps / WAY)
+
+    def _is_called(self, view: SwarmSeen) -> bool:
+        return self._quorum is None and self._outnumber(len(self._known.done.keys() & view.calling))
+
+    def _far(self, own: int) -> int:
+        """How far all that count are, where this one has come so far, if it counts."""
+        said = [own * self._counts, *self._known.most, *self._strange.most]
+        far = said[0] + self._known.far + self._strange.far
+        if self._others + self._counts <= 2:  # nobody knows which of two is the one that is too fast
+            return far
+        first, second = heapq.nlargest(2, said)
+        return far - max(0, first - max(WAY, _FASTER * second))
 
     @property
     def _between_looks(self) -> int:
@@ -294,25 +341,26 @@ class BatchesPace(MergePace):
         return batches_per_s / self._steps
 
     def _is_due(self, own: int) -> bool:
-        if not self._counts and own >= _MOST_WAYS * WAY:
+        if self._called or (not self._counts and own >= _MOST_WAYS * WAY):
             return True
         # All see the same merge as due: a peer whose batches are worth nothing counts for nobody, nor for itself, and
         # a stranger counts for itself if it does for the contributors.
         counts = self._counts and (own > 0 or self._trains)
         count = self._others + counts
-        return count > 0 and own * counts + self._known.far + self._strange.far >= WAY * count
+        return count > 0 and self._far(own * counts) >= WAY * count
 
     def _hold_batch_s(self, batches: int, now: float, epoch: int) -> float:
         own = self.done(0, batches, now, epoch)
-        return self.since_last_s(now) / batches if own >= WAY and self._may_be_due(own) else 0.0
+        # Others may have been told more, and call us.
+        calls = self.done(0, batches - 1, now, epoch) < WAY and self._outnumber(self._known.soon)
+        return self.since_last_s(now) / batches if own >= WAY and (calls or self._may_be_due(own)) else 0.0
 
     def _may_be_due(self, own: int) -> bool:
         """Whether a merge is due as soon as each of the others that are on their way has ended a batch or two."""
         if self._quorum is not None:
             return 1 + self._others >= self._quorum
         under_way = self._others - self._known.there - self._strange.there
-        batch = math.ceil(WAY * self._between_looks / self._steps)
-        return own + self._known.far + self._strange.far + under_way * batch >= WAY * (self._others + self._counts)
+        return self._far(own) + under_way * self._batch >= WAY * (self._others + self._counts)
 
     def _batch_s(self, now: float) -> float:
         return self.since_last_s(now) / self._steps
@@ -339,7 +387,6 @@ class TimePace(MergePace):
         self._every_s, self._first = every_s, first
         self.model: list[TimePace] = [] if first is None else first.model
         self.model.append(self)
-        self._called = False  # another peer says that it is time
         self._unbegun = True  # nobody has trained a batch yet, as far as it is known
 
     def done(self, samples: int, batches: int, now: float, epoch: int) -> int:
@@ -391,8 +438,10 @@ class TimePace(MergePace):
     def _is_due(self, own: int) -> bool:
         return own >= WAY
 
+    def _is_called(self, view: SwarmSeen) -> bool:
+        return self._called or self._outnumber(self._known.there)
+
     def _heard(self) -> None:
-        self._called = self._called or self._known.there > 0
         self._unbegun = self._unbegun and not (self._known.far or self._strange.far)
 
     def _hold_batch_s(self, batches: int, now: float, epoch: int) -> float:

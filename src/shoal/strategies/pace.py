@@ -38,6 +38,7 @@ class SwarmSeen(Protocol):
         ahead: one place has most of what is named, and others are at their first batch since this state.
         contributors: the peers that contributed to the last steps.
         absent: peers that no round waits for.
+        calling: the others at this peer's state that say that there is enough for the next step.
         log: of a view and later ones, while all else is the same, this is the same list: the peers whose words were
             taken in meanwhile are added to it.
     """
@@ -64,6 +65,8 @@ class SwarmSeen(Protocol):
     def contributors(self) -> Collection[PeerID]: ...
     @property
     def absent(self) -> Collection[PeerID]: ...
+    @property
+    def calling(self) -> Collection[PeerID]: ...
     @property
     def log(self) -> list[PeerID] | None: ...
 

@@ -40,6 +40,7 @@ from shoal.base.sometimes import sometimes
 from shoal.protocol.wire import Progress, Standing
 
 __all__ = [
+    "FEW",
     "NO_STATE",
     "RELAYED_S",
     "Farewell",
@@ -61,6 +62,9 @@ _OF_MODEL = "parameter names", _FROZEN
 _MAX_REMEMBERED, _MAX_TELLERS = 4096, 32
 _ASIDE_S, _LONGEST_ASIDE_S = 60.0, 960.0
 """The first and the longest pause in which a state does not count that was asked for twice and not given, seconds."""
+
+FEW = 4
+"""If there are no more others than this, each of us is told directly by all of them."""
 
 RELAYED_S = 3.0
 """A peer's word about other peers holds for this time, unless it is said again or they say something themselves."""
@@ -161,6 +165,7 @@ class SwarmView:
         vouching: the others whose words for a state count.
         refused: the others that name a better state, or for a client another one, which is not taken.
         steps_first: a better state is known, and the peers here make their own step all the same.
+        calling: the others at this peer's state that say that there is enough for the next step.
         log: of a view and later ones, while all else is the same, this is the same list: the peers whose words were
             taken in meanwhile are added to it.
     """
@@ -184,6 +189,7 @@ class SwarmView:
     vouching: frozenset[PeerID] = field(default=frozenset(), compare=False)
     refused: frozenset[PeerID] = field(default=frozenset(), compare=False)
     steps_first: bool = field(default=False, compare=False)
+    calling: frozenset[PeerID] = field(default=frozenset(), compare=False)
     log: list[PeerID] | None = field(default=None, compare=False)
 
     @property
@@ -265,6 +271,8 @@ class SwarmProgress:
         self._withheld = Ledger[PeerID](_ASIDE_S, _LONGEST_ASIDE_S)  # by those that did not give their states
         self._relayed: dict[PeerID, tuple[Progress, float]] = {}  # the word of others about known peers
         self._unheard: dict[PeerID, _Unheard] = {}  # the last word of others about peers that do not count here
+        self._direct: set[PeerID] = set()  # of those known: each has said something over a link that lives
+        self._calling: dict[PeerID, StateKey] = {}  # that there is enough at this state
         self._tellers: dict[PeerID, PeerID] = {}  # of peers that were not known when these told of them
         self._now, self._oldest = float("-inf"), float("inf")  # no known word is older
         self._best = self._best_of_clients = NO_STATE  # no peer, and no client, has named a better one
@@ -325,6 +333,7 @@ class SwarmProgress:
             self._alive.add(peer)
         if direct:
             self._relayed.pop(peer, None)
+            self._direct.add(peer)
         before = self._known.get(peer)
         ahead = progress.time - now
         self._known[peer] = _Word(progress, now, ahead if before is None else max(ahead, before.ahead))
@@ -352,18 +361,26 @@ class SwarmProgress:
 
         Of peers that we do not hear only what they have done counts, as that of strangers: the line to them may be bad,
         while the teller hears them. Else this peer would come late to each round.
+
+        Where we are few, each of us tells all others. So nobody is believed about a peer that says itself where it is,
+        over a link that lives: else one contributor could tell each of us that all others have done enough.
+
+        A peer that tells of others calls us to the next step: by all that it knows there is enough. It calls until it
+        has another state: its trainer may stand still for that step, whatever it has heard since.
         """
         teller = self._as_known(teller)
         is_here = self._key in (None, StateKey.of_peer(teller))
         at_state = {"epoch": teller.epoch, "digest": teller.digest, "branch_samples": teller.branch_samples}
         others = list(others) if not self.contributors or teller.contact.peer in self.contributors else []
         news = self._keep_unheard(teller, others, now) and is_here
+        news = (self._calls(teller, others) and is_here) or news
+        few = len(self._known) <= FEW
         for other in others:
             known = self._known.get(other.peer)
             if known is None and other.peer != self._me and other.peer not in self._lost:
                 self._tellers[other.peer] = teller.contact.peer
                 bound(self._tellers, _MAX_REMEMBERED)
-            if known is None:
+            if known is None or (few and other.peer in self._direct):
                 continue
             said = self._said_last(other.peer, now)
             if not is_here and said is not known.said:
@@ -380,6 +397,14 @@ class SwarmProgress:
                 if not self._seen.takes(progress):
                     self._seen = None
         return news
+
+    def _calls(self, teller: Progress, others: Sequence[Standing]) -> bool:
+        """Note whether this peer calls us to the next step. True if it did not before."""
+        peer, key = teller.contact.peer, StateKey.of_peer(teller)
+        if not others or self._calling.get(peer) == key:
+            return False
+        put_last(self._calling, peer, key, _MAX_TELLERS)
+        return True
 
     def take_tellers(self) -> list[PeerID]:
         """The peers that have told of others which are not known here even now; they are named once."""
@@ -538,6 +563,8 @@ class SwarmProgress:
         self._known.pop(peer, None)
         self._relayed.pop(peer, None)
         self._unheard.pop(peer, None)
+        self._calling.pop(peer, None)
+        self._direct.discard(peer)
         self._alive.discard(peer)
         self._clients.discard(peer)
         put_last(self._lost, peer, _Loss(said, max(said, wrote), self._now), _MAX_REMEMBERED)
@@ -681,7 +708,7 @@ class SwarmProgress:
         seen = self._seen
         if seen is None or seen.asked != asked or now >= seen.until:
             seen = self._seen = self._look(mine, now, asked)
-        return seen.view(mine)
+        return seen.view(mine, frozenset(peer for peer, at in self._calling.items() if at == key and peer in seen.here))
 
     def _look(self, mine: Progress, now: float, asked: _Asked) -> _Seen:
         counted = ((peer, word) for peer, word in self._known.items() if now - word.at <= self.ttl_s)
@@ -955,8 +982,8 @@ class _Seen:
             self._together = None
         return True
 
-    def view(self, mine: Progress) -> SwarmView:
-        """The view of the peer that says this of itself."""
+    def view(self, mine: Progress, calling: frozenset[PeerID]) -> SwarmView:
+        """The view of the peer that says this of itself, where these others call it."""
         if self._together is None:
             self._together = frozenset({self.peers[0], *self.here, *self.coming})
         if self._coming is None:
@@ -982,6 +1009,7 @@ class _Seen:
             absent=self.asked.absent,
             vouching=self.vouching,
             refused=self.refused,
+            calling=calling,
             log=self._log,
         )
 

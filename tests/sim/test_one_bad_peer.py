@@ -20,7 +20,7 @@ from shoal.averaging.matchmaking.joins import JoinRequest
 from shoal.averaging.matchmaking.matchmaker import Matchmaker
 from shoal.base.peer import PeerID
 from shoal.errors import RoundFailed
-from shoal.protocol.wire import Assign, Begin, Gone, Report
+from shoal.protocol.wire import Assign, Begin, Gone, Progress, Report, Standing
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, LocalUpdates, Strategy, StreamingDiLoCo, Synchronous
 from tests.sim.optimizer_kit import Run, Trainer
 from tests.sim.test_forerunners import BATCH, BATCH_S, HONEST, Fault, deaf
@@ -165,7 +165,7 @@ def assigns(run: Run) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def calls_gone(run: Run, *, at_once: bool = True, says: bool = True, leaves_out: bool = True) -> Iterator[None]:
+def calls_gone(run: Run, *, at_once: bool = True, tells: bool = True, leaves_out: bool = True) -> Iterator[None]:
     """The last peer leads whenever it may, and says that one honest peer is gone, or leaves it out, or both.
 
     It does so at once, or once it holds a tile.
@@ -186,7 +186,7 @@ def calls_gone(run: Run, *, at_once: bool = True, says: bool = True, leaves_out:
             if leaves_out:
                 round_._do(round_.machine.contributions.exclude(index))
                 round_._tell(coordinator.leave_out(index, "a lie", loop.time()))
-            if says and coordinator.rules.verdict is None:
+            if tells and coordinator.rules.verdict is None:
                 round_._tell([Send(other, gone) for other in sorted(coordinator.rules.live - {index})])
 
         def say_first(member: int, report: Report, now: float) -> Any:
@@ -205,6 +205,71 @@ def calls_gone(run: Run, *, at_once: bool = True, says: bool = True, leaves_out:
         yield
 
 
+@contextlib.contextmanager
+def says(run: Run, word: Callable[[Progress, str], Progress], others: Callable[[Progress], list[Standing]]) -> Any:
+    """The last peer tells each of the others this, in place of where it stands, and this of all of them.
+
+    Args:
+        run: all of them.
+        word: of its own word, and the name of the peer that is told.
+        others: the same of what it says of others, if anything.
+    """
+    names = {run.trainers[name].participant.core.peer_id: name for name in HONEST}
+    told = [HONEST[0]]
+    with pytest.MonkeyPatch.context() as patch:
+
+        def tells_whom(of: Any, name: str) -> None:
+            real = getattr(of, name)
+
+            def to(peer: PeerID, about: Any) -> Any:
+                told[0] = names[peer]
+                return real(peer, about)
+
+            patch.setattr(of, name, to)
+
+        for fragment in run.trainers["last"].fragments:
+            gossip: Any = fragment._gossip
+            real = gossip.what_we_know
+
+            def lies(most: int | None = None, real: Any = real) -> tuple[Progress, list[Standing]]:
+                mine, heard = real(most)
+                return word(mine, told[0]), others(mine) or heard
+
+            patch.setattr(gossip, "what_we_know", lies)
+            tells_whom(gossip, "_told")
+            if not fragment.settings.fragment:
+                tells_whom(gossip._post, "_told")
+                tells_whom(gossip._post, "_tell_of")
+                gossip._post._undo()
+            for undo in gossip._undo:
+                undo()
+            gossip.start()
+        yield
+
+
+@contextlib.contextmanager
+def says_less_to_one(run: Run, *, more: int = 0) -> Iterator[None]:
+    """It tells one honest peer that it has done nothing, and the others what it has done, or so much more."""
+
+    def word(mine: Progress, name: str) -> Progress:
+        return replace(mine, done=0 if name == HONEST[0] else mine.done + more)
+
+    with says(run, word, lambda _: []):
+        yield
+
+
+@contextlib.contextmanager
+def says_all_are_there(run: Run) -> Iterator[None]:
+    """It says of each honest peer that it has done far more than enough."""
+    peers = [run.trainers[name].participant.core.peer_id for name in HONEST]
+
+    def others(mine: Progress) -> list[Standing]:
+        return [Standing(peer, 10**12, mine.time + 0.2) for peer in peers]
+
+    with says(run, lambda mine, _: mine, others):
+        yield
+
+
 FAULTS: dict[str, Fault] = {
     "deaf": deaf,
     "silent": silent,
@@ -212,7 +277,7 @@ FAULTS: dict[str, Fault] = {
     "calls gone": calls_gone,
     "calls gone later": partial(calls_gone, at_once=False),
     "only calls gone": partial(calls_gone, leaves_out=False),
-    "only leaves out": partial(calls_gone, says=False),
+    "only leaves out": partial(calls_gone, tells=False),
     "lists one that it refuses": partial(refuses, lists=True),
     "declines": partial(refuses, code="declined"),
     "begins late": partial(answers, begins_s=1.5),
@@ -221,6 +286,9 @@ FAULTS: dict[str, Fault] = {
     "accepts late": partial(answers, accepts_s=0.9),
     "holds": holds,
     "assigns": assigns,
+    "says less to one": says_less_to_one,
+    "says less to one and far more to others": partial(says_less_to_one, more=10**12),
+    "says that all are there": says_all_are_there,
 }
 
 
@@ -294,6 +362,16 @@ def test_a_leader_that_told_another_member_each_time_too_late_led_on() -> None:
 def test_a_leader_that_refused_one_peer_with_another_word_than_full_led_on() -> None:
     """That peer asked it again in each search, and came to no group."""
     assert kept(FAULTS["declines"], STRATEGIES["synchronous"], 1) >= 0.8
+
+
+def test_a_peer_that_named_less_to_one_peer_than_to_the_others_shut_it_out_of_all_merges() -> None:
+    """The mean over all words was another one there: it kept nothing of its pace, and downloaded each state."""
+    assert kept(FAULTS["says less to one"], STRATEGIES["localsgd"], 1) >= 0.8
+
+
+def test_what_one_contributor_said_of_the_others_began_merges_before_they_had_a_batch() -> None:
+    """Its words replaced theirs, as they were newer."""
+    assert kept(FAULTS["says that all are there"], STRATEGIES["localsgd"], 1) >= 0.8
 
 
 @pytest.mark.long

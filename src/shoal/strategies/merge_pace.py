@@ -26,8 +26,8 @@ _MOST_WAYS = 4
 others may claim that they do nothing."""
 
 _FASTER = 2
-"""Among three and more a peer counts for at most so many times what any other one names, or for one way: one that claims
-more than it has trained makes no merge due in which nobody has a batch."""
+"""Among three and more a peer counts for at most so many times what any other one names, or for one way: none makes a
+merge due by a claim before the others have a batch."""
 
 _LEAST_WAY = 0.75
 """A way by time is at least this part of a whole one."""

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from abc import abstractmethod
 from collections.abc import Collection
@@ -26,8 +25,11 @@ _MOST_WAYS = 4
 others may claim that they do nothing."""
 
 _FASTER = 2
-"""Among three and more a peer counts for at most so many times what any other one names, or for one way: none makes a
+"""Among three to `_MANY` a peer counts for at most so many times what any other one names, or for one way: none makes a
 merge due by a claim before the others have a batch."""
+
+_MANY = 32
+"""Among more than these the ways for which one peer counts at most bring a merge forward by little."""
 
 _LEAST_WAY = 0.75
 """A way by time is at least this part of a whole one."""
@@ -72,7 +74,7 @@ class _Way:
         far: how far they are in all.
         there: how many of them have gone the whole way.
         soon: how many will have after a batch or two.
-        most: how far those two are that are furthest.
+        most: how far those two are that are furthest, if no more than `_MANY` count.
     """
 
     def __init__(self, batch: int = 0) -> None:
@@ -103,7 +105,7 @@ class _Way:
         if most is not None and self.count > most:
             counted = [self.done[peer] for peer in sorted(self.done)[:most]]
             self.count, self.far = most, sum(counted)
-        self.most = heapq.nlargest(2, counted)
+        self.most = sorted(counted)[-2:] if len(counted) <= _MANY else []
 
 
 class MergePace(Pace):
@@ -325,11 +327,11 @@ class BatchesPace(MergePace):
 
     def _far(self, own: int) -> int:
         """How far all that count are, where this one has come so far, if it counts."""
-        said = [own * self._counts, *self._known.most, *self._strange.most]
-        far = said[0] + self._known.far + self._strange.far
-        if self._others + self._counts <= 2:  # nobody knows which of two is the one that is too fast
+        own *= self._counts
+        far = own + self._known.far + self._strange.far
+        if not 2 < self._others + self._counts <= _MANY:  # of two nobody knows which one is too fast
             return far
-        first, second = heapq.nlargest(2, said)
+        second, first = sorted((own, *self._known.most, *self._strange.most))[-2:]
         return far - max(0, first - max(WAY, _FASTER * second))
 
     @property

@@ -40,8 +40,8 @@ from shoal.protocol.wire import (
 from shoal.rpc import LOOK_S
 from shoal.run.post import CALL_TIMEOUT_S, Post
 from shoal.run.settings import RunSettings
-from shoal.run.view.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
-from shoal.run.view.tellers import FEW, KEEPERS, Countdown, Order, Relay, look_s, silence_s, write_s
+from shoal.run.view.progress import FEW, NO_STATE, StateKey, SwarmProgress, SwarmView
+from shoal.run.view.tellers import KEEPERS, Countdown, Order, Relay, look_s, silence_s, write_s
 from shoal.strategies.merge_pace import NEAR_WAY
 
 __all__ = ["ProgressGossip"]

@@ -21,10 +21,10 @@ from itertools import islice
 
 from shoal.base.peer import PeerID
 from shoal.protocol.wire import Progress, Standing
-from shoal.run.view.progress import FEW, RELAYED_S, SwarmView
+from shoal.run.view.progress import RELAYED_S, SwarmView
 from shoal.strategies.merge_pace import WAY
 
-__all__ = ["FEW", "KEEPERS", "Countdown", "Order", "Relay", "look_s", "silence_s", "write_s"]
+__all__ = ["KEEPERS", "Countdown", "Order", "Relay", "look_s", "silence_s", "write_s"]
 
 KEEPERS = 2
 """The number of keepers of each state, or of each part of its peers."""

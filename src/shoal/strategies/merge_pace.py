@@ -24,7 +24,7 @@ _MOST_WAYS = 4
 """A peer counts for so many ways at most, whatever it claims. One that does not count itself waits for so many at most:
 others may claim that they do nothing."""
 
-_FASTER = 2
+_FASTER = 3
 """Among three to `_MANY` a peer counts for at most so many times what any other one names, or for one way: none makes a
 merge due by a claim before the others have a batch."""
 

@@ -229,6 +229,22 @@ def test_one_bad_line_between_two_members_slows_nobody_for_long() -> None:
     sim.run(main, seed=1)
 
 
+def test_who_has_a_bad_line_to_another_member_missed_it_under_every_leader() -> None:
+    """Its values came to all others. The two put each honest leader on trial, and the group fell apart."""
+
+    async def main() -> None:
+        run = Run(target=3 * BATCH * BATCHES, width=2000)
+        trainers = await train_together(run, 3)
+        leads = [trainer.participant._averager._finder.matchmaker._memory.led for trainer in trainers]
+        one, other = (f"p{number}" for number, leader in enumerate(leads) if not leader)
+        run.swarm.network.set_link(one, other, bandwidth_bytes_s=2e3)
+        await sim.sleep(60.0)
+        assert not any(trainer.participant._averager._finder.matchmaker._memory.stranded for trainer in trainers)
+        assert not any(trainer.downloads for trainer in trainers)
+
+    sim.run(main, seed=1)
+
+
 def test_a_peer_that_the_others_reach_takes_the_lead_from_one_that_another_peer_does_not_reach() -> None:
     """That peer was in no group, and downloaded each state, for as long as the line between the two was bad."""
 

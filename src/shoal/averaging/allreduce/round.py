@@ -364,11 +364,13 @@ class Round:
         return self._witness.seen(ended, self._margin_s, self._options.report_s, briefs, stalled)
 
     def there(self, outcome: Outcome) -> frozenset[PeerID]:
-        """The members that were there in time, once the round is over, by what came here from them."""
+        """The members that were there in time, once the round is over, by what came here from them, or to others."""
         seen, machine = self.seen, self.machine
         peers = [member.contact.peer for member in self.members]
-        lost = {peers[index] for index in machine.unheard} | seen.late | seen.hurried
         gave = {*outcome.contributors, *(peer for peer, share in outcome.counted_in_part.items() if share)}
+        # What others got, and this member did not: the line between the two is bad, whoever leads.
+        elsewhere = ((seen.unheard & gave) | seen.bad_lines) - seen.late
+        lost = ({peers[index] for index in machine.unheard} | seen.late | seen.hurried) - elsewhere
         return frozenset(
             member.contact.peer
             for member in self.members

@@ -241,10 +241,8 @@ class GroupMachine:
         if leader is not None and (missed := memory.missed(leader.peer)):
             # The two do not reach each other, or one of them is at fault. Do the others come where another peer leads?
             memory.on_trial, self._missed = leader.peer, missed
-            self._avoided.add(leader.peer)
-            if 2 * (1 + len(missed)) <= 1 + len(self._all_expected()):
-                # Neither of the two leads: whoever leads is in its own group, and may keep the other one out.
-                self._avoided |= missed
+            # Neither of the two leads: whoever leads is in its own group, and may keep the other one out.
+            self._avoided |= {leader.peer, *missed}
         self._begin_window(now)
         if (
             leader is not None
@@ -646,7 +644,7 @@ class GroupMachine:
             return
         sometimes("a leader is on trial, and most others stay with it")
         self._avoided -= {memory.on_trial, *self._missed} - memory.avoided.keys()
-        memory.trial_ended(self._missed)
+        memory.trial_ended(self._missed.difference(self._followers))
         memory.on_trial, self._missed = None, frozenset()
 
     def _dismiss_silent(self) -> None:
@@ -801,11 +799,13 @@ class GroupMachine:
 
     def _give_up(self, reason: str) -> None:
         if self._memory.on_trial is not None:
-            self._memory.trial_ended(self._missed)
-        self._relied_on |= {self._leader.peer} if self._leader is not None else set()
+            self._memory.trial_ended(self._missed.difference(self._followers))
+        follows = self._leader is not None and self.phase is SearchPhase.FOLLOWING
+        if self._leader is not None and follows:  # one that has yet to answer has not failed us
+            self._relied_on.add(self._leader.peer)
         self._relied(())
         if self._leader is not None:
-            if self.phase is SearchPhase.FOLLOWING:
+            if follows:
                 self._followed_alone(self._leader.peer, ())
             self._out.append(events.LeaveLeader(self._leader.peer))
         self._refuse_followers(

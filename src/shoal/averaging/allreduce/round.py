@@ -371,11 +371,15 @@ class Round:
         # What others got, and this member did not: the line between the two is bad, whoever leads.
         elsewhere = ((seen.unheard & gave) | seen.bad_lines) - seen.late
         lost = ({peers[index] for index in machine.unheard} | seen.late | seen.hurried) - elsewhere
-        return frozenset(
-            member.contact.peer
-            for member in self.members
-            if member.contact.peer not in lost and (not member.contributes or member.contact.peer in gave)
-        )
+        # One that has no values of its own now says so to those that reduce: only these can tell that it was there.
+        silent = set[PeerID]()
+        if self.me in machine.first_reducer:
+            silent = {
+                peer
+                for index, peer in enumerate(peers)
+                if self.members[index].contributes and not self._tiles.has_told(index)
+            }
+        return frozenset(peers).difference(lost, silent - gave)
 
     def counted(self, outcome: Outcome) -> bool:
         """Whether our values counted in a round that succeeded, if we gave any."""

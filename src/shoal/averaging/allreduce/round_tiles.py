@@ -105,6 +105,10 @@ class RoundTiles:
         self._orders = Changes()
         self._over = False
 
+    def has_told(self, member: int) -> bool:
+        """Whether this member has told the weight of its values, 0 included."""
+        return member in self._told
+
     def named(self, number: int, attempt: int, sender: PeerID) -> Tile:
         """The tile that a message names.
 

@@ -271,7 +271,8 @@ EXPECTED = re.compile(
     "do not come to a round|steps that the others took meanwhile is missing|the run ends here|the run is at epoch|"
     "could not withdraw a declaration|no DHT node took the declaration|rounds waiting, and gave nothing|"
     "brought them to no average|came to others in time, and not to this peer|this client goes back from epoch|"
-    "this peer made its steps alone|of what this peer has computed in the last|gives up its own epoch"
+    "this peer made its steps alone|of what this peer has computed in the last|gives up its own epoch|"
+    "which has given nothing to this run yet"
 )
 """Warnings that faults give rise to."""
 

@@ -404,6 +404,8 @@ class SwarmProgress:
         if not others or self._calling.get(peer) == key:
             return False
         put_last(self._calling, peer, key, _MAX_TELLERS)
+        if self._seen is not None:
+            self._seen.calling = None
         return True
 
     def take_tellers(self) -> list[PeerID]:
@@ -708,7 +710,10 @@ class SwarmProgress:
         seen = self._seen
         if seen is None or seen.asked != asked or now >= seen.until:
             seen = self._seen = self._look(mine, now, asked)
-        return seen.view(mine, frozenset(peer for peer, at in self._calling.items() if at == key and peer in seen.here))
+        if seen.calling is None:
+            calling = {peer for peer, at in self._calling.items() if at == key}
+            seen.calling = frozenset(calling.intersection(seen.here))
+        return seen.view(mine)
 
     def _look(self, mine: Progress, now: float, asked: _Asked) -> _Seen:
         counted = ((peer, word) for peer, word in self._known.items() if now - word.at <= self.ttl_s)
@@ -843,6 +848,7 @@ class _Seen:
         vouching: the same.
         refused: the same.
         auxiliary: of `SwarmProgress`.
+        calling: see `SwarmView`; None: not looked for since others are here, or call.
     """
 
     asked: _Asked
@@ -860,6 +866,7 @@ class _Seen:
     vouching: frozenset[PeerID]
     refused: frozenset[PeerID]
     auxiliary: bool
+    calling: frozenset[PeerID] | None = None
     _known: int = 0
     _known_at: Counter[bytes] = field(default_factory=Counter)  # by place
     _first_place: bytes = b""  # that with most of them
@@ -939,7 +946,7 @@ class _Seen:
             self.coming.discard(peer)
             self._coming = None
             if not coming:
-                self._together = None
+                self._together = self.calling = None
         return True
 
     def _adds(self, progress: Progress) -> bool:
@@ -961,7 +968,7 @@ class _Seen:
             self.here.add(peer)
             self._rate += max(0.0, progress.rate)
             self._count(peer, progress.done)
-            self._together = None
+            self._together = self.calling = None
         return True
 
     def loses(self, peer: PeerID) -> bool:
@@ -979,11 +986,11 @@ class _Seen:
             self.here.discard(peer)
             self._rate -= max(0.0, said.rate)
             self._count(peer, 0, said.done)
-            self._together = None
+            self._together = self.calling = None
         return True
 
-    def view(self, mine: Progress, calling: frozenset[PeerID]) -> SwarmView:
-        """The view of the peer that says this of itself, where these others call it."""
+    def view(self, mine: Progress) -> SwarmView:
+        """The view of the peer that says this of itself."""
         if self._together is None:
             self._together = frozenset({self.peers[0], *self.here, *self.coming})
         if self._coming is None:
@@ -1009,7 +1016,7 @@ class _Seen:
             absent=self.asked.absent,
             vouching=self.vouching,
             refused=self.refused,
-            calling=calling,
+            calling=self.calling or frozenset(),
             log=self._log,
         )
 

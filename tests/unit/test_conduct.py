@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shoal.averaging.allreduce.interface import Outcome
 from shoal.averaging.allreduce.witness import Seen
 from shoal.averaging.conduct import Conduct
 from shoal.averaging.strangers import NO_STRANGERS, Strangers
@@ -36,6 +37,7 @@ class Rounds:
         round_: Any = SimpleNamespace(seen=all_seen, leader=self.leader, leads=self.leads)
         in_part = {A: Fraction(1, 2)} if A in gave else {A: Fraction(0)}
         outcome: Any = SimpleNamespace(contributors=sorted(gave - {A}), counted_in_part=in_part)
+        outcome.gave = Outcome.gave.fget(outcome)  # type: ignore[attr-defined]
         outcome = outcome if succeeds else None
         self.conduct.played(round_, outcome, self.now, self.now + ROUND_S, unfair=unfair)
         self.now += ROUND_S

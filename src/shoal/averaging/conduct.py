@@ -120,8 +120,7 @@ class Conduct:
         self._pay(seen, strangers, now)
         gave = reduced = frozenset[PeerID]()
         if outcome is not None:
-            in_part = (peer for peer, share in outcome.counted_in_part.items() if share)
-            gave = frozenset((*outcome.contributors, *in_part))
+            gave = outcome.gave
             # One without values of its own gives the averages of its tiles.
             reduced = seen.reduced - self.idle.pausing(now)
         late, unheard = seen.late | (seen.unheard - gave), (seen.unheard & gave) - seen.late

@@ -38,7 +38,6 @@ from shoal.protocol.wire import (
     stream_types,
 )
 from shoal.rpc.arrivals import Arrivals
-from shoal.rpc.clocks import CLOCKS_DIFFER_S
 from shoal.rpc.connections import Connections
 from shoal.rpc.dialing import Dialer
 from shoal.rpc.framing import Kind, Limits, pack
@@ -49,7 +48,7 @@ from shoal.rpc.stream import Stream
 from shoal.rpc.trust import Trust
 from shoal.transport.base import Connection, Transport
 
-__all__ = ["CLOCKS_DIFFER_S", "Endpoint"]
+__all__ = ["Endpoint"]
 
 R = TypeVar("R")
 Up = TypeVar("Up", bound=Message)

@@ -15,7 +15,7 @@ from functools import partial
 
 from shoal.base.peer import PeerID
 from shoal.events import SteppedAlone
-from shoal.rpc.endpoint import CLOCKS_DIFFER_S
+from shoal.rpc.clocks import CLOCKS_DIFFER_S
 from shoal.run.decide.state_name import StateName
 from shoal.run.gossip import ProgressGossip
 from shoal.run.outlook import Outlook

@@ -529,8 +529,8 @@ class Coordinator:
     def _deaf(self, waiting: Collection[int]) -> set[int]:
         """Of only two members that are to hold all tiles: the one that lacks what others have given to the other one.
 
-        What one of them gives goes to nobody but the other one, so neither outvotes the other (an auxiliary coordinator
-        takes nothing). The one that takes nothing of others either is the bad one.
+        Each of the two gives to the other one alone, so neither outvotes the other (an auxiliary coordinator takes
+        nothing). The one that takes nothing of others either is the bad one.
         """
         rules, takers = self.rules, self._compared
         given = {tile for tile, reducer in enumerate(rules.reducer) if reducer not in waiting}

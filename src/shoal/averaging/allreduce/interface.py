@@ -124,6 +124,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         gave = any(counted and reducer != place for counted, reducer in zip(counts, self.reducers, strict=True))
         return Fraction(sum(counts), len(counts)) if gave else Fraction(0)
 
+    @property
+    def gave(self) -> frozenset[PeerID]:
+        """The members that count in all tiles, or in some that another member was to average."""
+        return frozenset((*self.contributors, *(peer for peer, share in self.counted_in_part.items() if share)))
+
     def share(self, peer: PeerID) -> Fraction:
         """The share of the tiles in which this member counts: see `counted_in_part`."""
         return Fraction(1) if peer in self.contributors else self.counted_in_part.get(peer, Fraction(0))

@@ -4,11 +4,11 @@
 give averages and its verdict to members that were left out, until `close`: the caller closes the round when it needs
 the vector for the next one.
 
-What to do is decided by two pure machines: `MemberMachine`, and at the coordinator also `Coordinator`. Here are the
-time, and what the machines say is carried out. Streams are in two modules: `control` has those between the coordinator
-and each other member, `exchange` those of values and averages. A member that loses the coordinator asks the others
-whether they know the verdict, and gives up when none of them can still learn it. `Witness` notes what this member sees
-of the others.
+What to do is decided by two pure machines: `MemberMachine`, and at the coordinator also `Coordinator`. This module has
+the time, and carries out what they say. Streams are in two modules: `control` has those between the coordinator and
+each other member, `exchange` those of values and averages. A member that loses the coordinator asks the others whether
+they know the verdict, and gives up when none of them can still learn it. `Witness` notes what this member sees of the
+others.
 
 An auxiliary member's time limits start with the first sign of a contributing member: such members may begin later, when
 their values are ready.
@@ -365,21 +365,20 @@ class Round:
 
     def there(self, outcome: Outcome) -> frozenset[PeerID]:
         """The members that were there in time, once the round is over, by what came here from them, or to others."""
-        seen, machine = self.seen, self.machine
-        peers = [member.contact.peer for member in self.members]
-        gave = {*outcome.contributors, *(peer for peer, share in outcome.counted_in_part.items() if share)}
+        seen, machine, gave = self.seen, self.machine, outcome.gave
         # What others got, and this member did not: the line between the two is bad, whoever leads.
         elsewhere = ((seen.unheard & gave) | seen.bad_lines) - seen.late
-        lost = ({peers[index] for index in machine.unheard} | seen.late | seen.hurried) - elsewhere
+        unheard = {peer for peer, index in self._index.items() if index in machine.unheard}
+        lost = (unheard | seen.late | seen.hurried) - elsewhere
         # One that has no values of its own now says so to those that reduce: only these can tell that it was there.
         silent = set[PeerID]()
         if self.me in machine.first_reducer:
             silent = {
                 peer
-                for index, peer in enumerate(peers)
+                for peer, index in self._index.items()
                 if self.members[index].contributes and not self._tiles.has_told(index)
             }
-        return frozenset(peers).difference(lost, silent - gave)
+        return frozenset(self._index).difference(lost, silent - gave)
 
     def counted(self, outcome: Outcome) -> bool:
         """Whether our values counted in a round that succeeded, if we gave any."""

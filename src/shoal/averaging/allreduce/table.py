@@ -54,8 +54,8 @@ class RoundTable:
         """A round begins here.
 
         Returns:
-            Who led another round with the same id: then this one must not begin, as what was signed in the other one
-            could be shown in it. None if there was no such round.
+            The leader of another round with the same id: then this one must not begin, as what was signed in the other
+            one could be shown in it. None if there was no such round.
         """
         if (first := self._used.get(round_.round_id)) is not None:
             return first

@@ -1,4 +1,4 @@
-"""What one member of a round sees of the others: who was late, who broke the protocol, whose word was false."""
+"""A member of a round judges the others: by lateness, by breaches of the protocol, by words that were false."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Witness:
             ended: when it was over for this member.
             margin_s: see `MemberMachine.late`.
             least_s: see there.
-            briefs: who was waited for briefly, for values and for averages.
+            briefs: the members that were waited for briefly, for values and for averages.
             stalled: if this member leads: those that it left out as they made no progress.
         """
         machine = self._machine

@@ -463,8 +463,7 @@ class _Download:
 
         That is looked at once: donors may have newer states each time that they are asked.
         """
-        ours = _having(manifest, self._described)
-        if self._doubted or _at_two_hosts(ours):
+        if self._doubted or _at_two_hosts(ours := _having(manifest, self._described)):
             return False
         level = max((donor.priority for donor in ours), default=math.inf)
         others = {

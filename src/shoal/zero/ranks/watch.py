@@ -129,11 +129,11 @@ class Watch:
         thread = threading.Thread(target=lambda: found.append(self._verdict(error, waiting)), daemon=True)
         thread.start()
         thread.join(_ANSWER_S)
-        said = str(error).strip().split("\n", 1)[0]
-        return found[0] if found else RankLost(f"{_NO_STORE} does not answer; what failed: {turn}: {said}")
+        said = f"{turn}: {_first_line(error)}"
+        return found[0] if found else RankLost(f"{_NO_STORE} does not answer; what failed: {said}")
 
     def _verdict(self, error: RuntimeError, waiting: Waiting) -> RankLost:
-        said = f"{waiting.said}: {str(error).strip().split(chr(10), 1)[0]}"
+        said = f"{waiting.said}: {_first_line(error)}"
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         try:
             if where := parted(self._store):
@@ -309,8 +309,12 @@ def _store_of(group: dist.ProcessGroup) -> Store:
         known.add(_key(group.rank()), 1)
         own: Store = known.clone()
     except RuntimeError as error:
-        raise RankLost(f"{_NO_STORE} is gone: {str(error).strip().split(chr(10), 1)[0]}") from error
+        raise RankLost(f"{_NO_STORE} is gone: {_first_line(error)}") from error
     return own
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).strip().split("\n", 1)[0]
 
 
 def _key(rank: int) -> str:

@@ -704,7 +704,7 @@ def test_a_coordinator_that_aborts_has_led_badly_for_those_that_gave() -> None:
             asyncio.get_running_loop().call_later(0.001, round_.give_up, "no")
 
         rounds = await judged(net, [1.0, 1.0, 0.0], lead)
-        assert [round_.seen.led_badly for round_ in rounds] == [False, True, False]
+        assert [round_.seen().led_badly for round_ in rounds] == [False, True, False]
 
     on_sim(scenario)
 
@@ -725,6 +725,6 @@ def test_a_coordinator_that_decides_far_too_late_has_led_badly(late: bool) -> No
 
         rounds = await judged(net, [1.0, 1.0, 1.0], lead)
         assert [round_.machine.rules.succeeded for round_ in rounds[1:]] == [not late] * 2
-        assert [round_.seen.led_badly for round_ in rounds] == [False, late, late]
+        assert [round_.seen().led_badly for round_ in rounds] == [False, late, late]
 
     on_sim(scenario)

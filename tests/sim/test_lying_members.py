@@ -267,7 +267,7 @@ def test_a_leader_whose_reducers_lie_was_named_by_the_only_trainer() -> None:
         ends = await played(group, twist, shares=[*SLICES, 0])
         assert isinstance(ends[3], Outcome)
         assert named(group[3]) == {group[1].peer.peer_id, group[2].peer.peer_id}
-        assert not seen[0].seen.led_badly
+        assert not seen[0].seen().led_badly
 
     on_sim(scenario)
 
@@ -290,7 +290,7 @@ def test_a_reducer_that_says_of_its_average_what_it_does_not_had_the_leader_name
         ends = await played(group, twist, shares=[NUMEL // 2, NUMEL // 2, 0])
         assert isinstance(ends[2], Outcome)
         assert group[0].peer.peer_id not in named(group[2])
-        assert not seen[2].seen.led_badly
+        assert not seen[2].seen().led_badly
 
     on_sim(scenario)
 
@@ -320,7 +320,7 @@ def test_a_leader_waited_to_the_end_for_one_that_takes_none_of_its_averages() ->
         assert isinstance(ends[0], RoundFailed)
         assert asyncio.get_running_loop().time() < 15.0
         assert named(group[0]) == {group[1].peer.peer_id}
-        assert seen[0].seen.late == {group[1].peer.peer_id}
+        assert seen[0].seen().late == {group[1].peer.peer_id}
 
     on_sim(scenario)
 
@@ -338,8 +338,8 @@ def test_a_leader_of_two_that_takes_none_of_its_averages_failed_nobody() -> None
 
         ends = await played(group, twist, shares=[NUMEL // 2, NUMEL // 2])
         assert isinstance(ends[1], RoundFailed)
-        assert seen[1].seen.late == {group[0].peer.peer_id}
-        assert not seen[1].seen.led_badly  # else neither would follow the other one
+        assert seen[1].seen().late == {group[0].peer.peer_id}
+        assert not seen[1].seen().led_badly  # else neither would follow the other one
 
     on_sim(scenario)
 

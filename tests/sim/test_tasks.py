@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from shoal import sim
-from shoal.base.tasks import Changes, Tasks, while_moving
+from shoal.base.tasks import Changes, Tasks, WhileMoving
 from shoal.sim import run
 
 
@@ -230,7 +230,7 @@ def test_what_moves_is_not_called_dead_and_what_stands_still_is() -> None:
         moved, ends = 0, []
         for step, times in ((8_000, 60), (100, 60), (8_000, 7)):
             try:
-                async with while_moving(5.0, lambda: moved):  # noqa: B023 (the present value)
+                async with WhileMoving(5.0, lambda: moved):  # noqa: B023 (the present value)
                     for _ in range(times):
                         await sim.sleep(1.0)
                         moved += step

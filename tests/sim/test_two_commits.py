@@ -244,7 +244,7 @@ def test_a_leader_that_used_a_round_id_twice_had_an_honest_member_named() -> Non
             ends = await asyncio.gather(*(round_.run() for round_ in rounds), return_exceptions=True)
         assert all(isinstance(end, RoundFailed) for end in ends)
         assert [named(each) for each in group[1:]] == [{leader}] * 2
-        assert [round_.seen.led_badly for round_ in rounds[1:]] == [True] * 2
+        assert [round_.seen().led_badly for round_ in rounds[1:]] == [True] * 2
         assert [bits(each) for each in group] == before
         for round_ in rounds:
             await round_.close(orderly=False)
@@ -391,7 +391,7 @@ def test_a_commit_of_an_average_that_nobody_made_stopped_its_members_for_the_who
         with reaches(*situations), pytest.raises(RoundFailed, match="nobody who holds the averages"):
             await asyncio.gather(*(round_.run() for round_ in rounds[:2]), rounds[3].run(), rounds[2].run())
         assert asyncio.get_running_loop().time() - begin < 2 * OPTIONS.silence_s
-        assert rounds[2].seen.led_badly
+        assert rounds[2].seen().led_badly
         assert named(group[2]) == {group[0].peer.peer_id}
         net.swarm.network.unstall("p0")
         await asyncio.gather(*(round_.close() for round_ in rounds))

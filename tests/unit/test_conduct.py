@@ -34,12 +34,12 @@ class Rounds:
         given: dict[str, Any] = {"late": NOBODY, "unheard": NOBODY, "bad_lines": NOBODY, "reduced": ALL}
         given |= {"hurried": NOBODY, "waited_s": 0.0, "lost_s": 0.0}
         all_seen = Seen(**{**given, "led_badly": False, "decided_late": False, **seen})
-        round_: Any = SimpleNamespace(seen=all_seen, leader=self.leader, leads=self.leads)
         in_part = {A: Fraction(1, 2)} if A in gave else {A: Fraction(0)}
         outcome: Any = SimpleNamespace(contributors=sorted(gave - {A}), counted_in_part=in_part)
         outcome.gave = Outcome.gave.fget(outcome)  # type: ignore[attr-defined]
         outcome = outcome if succeeds else None
-        self.conduct.played(round_, outcome, self.now, self.now + ROUND_S, unfair=unfair)
+        ended = self.now + ROUND_S
+        self.conduct.played(all_seen, self.leader, outcome, self.now, ended, leads=self.leads, unfair=unfair)
         self.now += ROUND_S
 
     def shut_out(self) -> tuple[frozenset[PeerID], frozenset[PeerID], frozenset[PeerID]]:

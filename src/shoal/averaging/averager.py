@@ -375,11 +375,14 @@ class Averager:
             self._last_round = round_
             self._tell_outweighing(round_)
             if self._still_s() < still_s + _STILL_S:  # else the others may have left us, not we them
-                unfair = self._finder.is_unfair(group)
-                self.conduct.played(round_, outcome, formed, loop.time(), attempt.strangers, unfair=unfair)
+                seen, leads, unfair = round_.seen(), round_.leads, self._finder.is_unfair(group)
+                self.conduct.played(
+                    seen, round_.leader, outcome, formed, loop.time(), attempt.strangers, leads=leads, unfair=unfair
+                )
                 if outcome is not None:
-                    self._finder.matchmaker.played(group, round_.there(outcome), counted=round_.counted(outcome))
-                if round_.seen.decided_late and attempt.strangers.are_spent(loop.time()):
+                    there = round_.there(outcome, seen)
+                    self._finder.matchmaker.played(group, there, counted=round_.counted(outcome))
+                if seen.decided_late and attempt.strangers.are_spent(loop.time()):
                     self._finder.matchmaker.avoid(group.peers[group.coordinator], len(group.members))
 
     def _tell_outweighing(self, round_: Round) -> None:

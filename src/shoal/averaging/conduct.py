@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from shoal.averaging.allreduce.round import Outcome, Round
+from shoal.averaging.allreduce.interface import Outcome
 from shoal.averaging.allreduce.witness import Seen
 from shoal.averaging.matchmaking.events import Precedence
 from shoal.averaging.strangers import NO_STRANGERS, Strangers
@@ -93,27 +93,30 @@ class Conduct:
 
     def played(
         self,
-        round_: Round,
+        seen: Seen,
+        leader: PeerID,
         outcome: Outcome | None,
         began: float,
         now: float,
         strangers: Strangers = NO_STRANGERS,
         *,
+        leads: bool = False,
         unfair: bool = False,
     ) -> None:
         """A round is over.
 
         Args:
-            round_: the round.
+            seen: what this peer saw in it.
+            leader: of the round.
             outcome: None if it failed here.
             began: seconds.
             now: seconds.
             strangers: who is a stranger, and what may be lost.
+            leads: whether that is this peer.
             unfair: the leader has planned it so that it is slow: nobody else is to blame for what came late.
         """
-        seen, cost_s = round_.seen, now - began
+        cost_s = now - began
         self._late, self._strangers = frozenset(), strangers
-        leader = round_.leader
         if unfair:
             self.led_badly(leader, cost_s, now, strangers)
             return
@@ -130,7 +133,7 @@ class Conduct:
         for peer in gave - unheard - seen.bad_lines:
             self.bad_lines.forgive(peer, now)
         self._note_helpers(reduced - gave - late - seen.unheard, late, strangers, cost_s, now)
-        self._note_idle(late, cost_s, now, None if round_.leads else leader)
+        self._note_idle(late, cost_s, now, None if leads else leader)
         for peer in sorted(unheard):
             if times := self.bad_lines.failed(peer, now, cost_s):
                 self._warn(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
-from types import MethodType
+from types import MethodType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakMethod
 
-__all__ = ["LEAST_BYTES_PER_S", "Changes", "Tasks", "in_turns", "stopped", "weakly", "while_moving"]
+__all__ = ["LEAST_BYTES_PER_S", "Changes", "Tasks", "WhileMoving", "in_turns", "stopped", "weakly"]
 
 _LOOKS = 4
 
@@ -98,8 +97,7 @@ async def stopped(task: asyncio.Task[Any]) -> None:
         task.exception()  # else asyncio complains that nobody asked for it
 
 
-@asynccontextmanager
-async def while_moving(stall_s: float, moved: Callable[[], int]) -> AsyncIterator[None]:
+class WhileMoving:
     """A time limit that counts progress: a long message on a slow line takes as long as it takes.
 
     Args:
@@ -109,21 +107,21 @@ async def while_moving(stall_s: float, moved: Callable[[], int]) -> AsyncIterato
     Raises:
         TimeoutError: fewer bytes have moved within `stall_s` than at `LEAST_BYTES_PER_S`.
     """
-    async with asyncio.timeout(None) as limit:
-        look = _Look(limit, stall_s, moved)
-        try:
-            yield
-        finally:
-            look.timer.cancel()
 
+    def __init__(self, stall_s: float, moved: Callable[[], int]) -> None:
+        self._stall_s, self._moved, self._limit = stall_s, moved, asyncio.timeout(None)
 
-class _Look:
-    """Ends a limit once too little moves."""
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        self._loop = asyncio.get_running_loop()
+        self._seen, self._at = self._moved(), self._loop.time()
+        self._timer = self._loop.call_later(self._stall_s / _LOOKS, self._look)
 
-    def __init__(self, limit: asyncio.Timeout, stall_s: float, moved: Callable[[], int]) -> None:
-        self._limit, self._stall_s, self._moved, self._loop = limit, stall_s, moved, asyncio.get_running_loop()
-        self._seen, self._at = moved(), self._loop.time()
-        self.timer = self._loop.call_later(stall_s / _LOOKS, self._look)
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        await self._limit.__aexit__(kind, error, trace)
 
     def _look(self) -> None:
         now, moved = self._loop.time(), self._moved()
@@ -132,7 +130,7 @@ class _Look:
         if now >= self._at + self._stall_s:
             self._limit.reschedule(now)
         else:
-            self.timer = self._loop.call_at(min(now + self._stall_s / _LOOKS, self._at + self._stall_s), self._look)
+            self._timer = self._loop.call_at(min(now + self._stall_s / _LOOKS, self._at + self._stall_s), self._look)
 
 
 class Changes:

@@ -272,7 +272,8 @@ def decode_plain(data: bytes | memoryview) -> Any:
         msgspec.MsgspecError: the bytes are not MessagePack of such values; says where.
     """
     packed = bytes(data)
-    _check_plain(packed)
+    if len(packed) > 1:  # one byte holds no key and no extension
+        _check_plain(packed)
     return read(_plain_decoder, packed)
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from shoal.base.bounded import put_last
 from shoal.base.peer import PeerID
-from shoal.base.tasks import Tasks, while_moving
+from shoal.base.tasks import Tasks, WhileMoving
 from shoal.errors import PeerProtocolError, PeerUnreachable
 from shoal.events import EventBus, PeerDropped
 from shoal.protocol.wire import Hello, LendConnection, Noted, decode
@@ -108,7 +108,7 @@ class Arrivals:
         self._open.of(peer).accepted.add(connection)
         try:
             # A peer that we have a link with may dial ahead of its next stream.
-            limit = while_moving(_OPEN_TIMEOUT_S, lambda: connection.bytes_received)
+            limit = WhileMoving(_OPEN_TIMEOUT_S, lambda: connection.bytes_received)
             async with nullcontext() if self._open.link(peer) is not None else limit:
                 frame = await read_frame(connection, self._limits)
             if frame.kind is Kind.HELLO:

@@ -22,7 +22,7 @@ import msgspec
 
 from shoal.base.clock import Env, seconds_text
 from shoal.base.peer import Address, PeerID, site_of
-from shoal.base.tasks import Tasks, while_moving
+from shoal.base.tasks import Tasks, WhileMoving
 from shoal.errors import ClosedError, LocalError, PeerError, PeerProtocolError, PeerTimeout, PeerUnreachable
 from shoal.events import PeerDropped, Warned
 from shoal.protocol.wire import (
@@ -407,7 +407,7 @@ class Endpoint:
                     lambda reusable: self._stream_released(connection, bulk=opening.bulk, reusable=reusable),
                 )
             try:
-                async with while_moving(timeout_s, lambda: stream.bytes_moved):
+                async with WhileMoving(timeout_s, lambda: stream.bytes_moved):
                     await connection.write(frame)
             except BaseException:
                 stream.abort()

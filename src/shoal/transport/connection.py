@@ -127,8 +127,10 @@ class TcpConnection(asyncio.BufferedProtocol):
             await self._wait_drained()
             if self._closing:
                 raise self._unreachable()
-            bulk = self.bulk or sum(memoryview(buffer).nbytes for buffer in buffers) > SMALL_BYTES
-            for number, bunch in enumerate(_bunches(buffers, self._uplink.piece_bytes(BUNCH_BYTES))):
+            views = [memoryview(buffer).cast("B") for buffer in buffers]
+            nbytes = sum(map(len, views))
+            bulk = self.bulk or nbytes > SMALL_BYTES
+            for number, bunch in enumerate(_bunches(views, nbytes, self._uplink.piece_bytes(BUNCH_BYTES))):
                 if number:
                     await self._next_turn()
                 await self._admit(bunch, bulk=bulk, begun=number > 0)
@@ -153,7 +155,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         try:
             if self._layer.pending:
                 self._filled(self._layer.read(self._target))
-                if self._layer.pending < self._layer.pause_bytes:
+                if self._reading_paused and self._layer.pending < self._layer.pause_bytes:
                     self._resume_reading()
             if self._target:
                 await self._wait_readable()
@@ -273,7 +275,7 @@ class TcpConnection(asyncio.BufferedProtocol):
             return
         if self._reader is not None and not self._target:
             _wake(self._reader)
-        if self._layer.pending >= self._layer.pause_bytes and not self._reading_paused and self._transport is not None:
+        if not self._reading_paused and self._layer.pending >= self._layer.pause_bytes and self._transport is not None:
             self._reading_paused = True
             self._transport.pause_reading()
 
@@ -392,11 +394,13 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
         waiter.set_result(None)
 
 
-def _bunches(buffers: Sequence[Buffer], most: int) -> Iterator[Sequence[memoryview]]:
-    """Cut and group buffers into bunches of at most so many bytes. A few small buffers become one."""
-    views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
-    if len(views) > 1 and sum(map(len, views)) <= _JOINED_BYTES:
+def _bunches(views: Sequence[memoryview], nbytes: int, most: int) -> Iterator[Sequence[memoryview]]:
+    """Cut and group so many bytes into bunches of at most `most`. A few small views become one."""
+    if len(views) > 1 and nbytes <= _JOINED_BYTES:
         views = [memoryview(b"".join(views))]
+    if 0 < nbytes <= most:
+        yield views
+        return
     bunch: list[memoryview] = []
     room = most
     for view in views:

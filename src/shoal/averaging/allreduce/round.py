@@ -353,7 +353,6 @@ class Round:
 
     # -------------------------------------------------------------------------------------------------- what happens
 
-    @property
     def seen(self) -> Seen:
         """What this member saw of the others, once the round is over."""
         briefs, stalled = [self.machine.contributions.brief], set[int]()
@@ -363,9 +362,9 @@ class Round:
         ended = self._ended or self._began
         return self._witness.seen(ended, self._margin_s, self._options.report_s, briefs, stalled)
 
-    def there(self, outcome: Outcome) -> frozenset[PeerID]:
+    def there(self, outcome: Outcome, seen: Seen) -> frozenset[PeerID]:
         """The members that were there in time, once the round is over, by what came here from them, or to others."""
-        seen, machine, gave = self.seen, self.machine, outcome.gave
+        machine, gave = self.machine, outcome.gave
         # What others got, and this member did not: the line between the two is bad, whoever leads.
         elsewhere = ((seen.unheard & gave) | seen.bad_lines) - seen.late
         unheard = {peer for peer, index in self._index.items() if index in machine.unheard}

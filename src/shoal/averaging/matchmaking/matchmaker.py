@@ -43,7 +43,7 @@ from shoal.base.clock import Env, seconds_text
 from shoal.base.ordered import OrderedSet
 from shoal.base.peer import PeerID
 from shoal.base.sometimes import sometimes
-from shoal.base.tasks import Changes, Tasks, while_moving
+from shoal.base.tasks import Changes, Tasks, WhileMoving
 from shoal.errors import (
     ClosedError,
     ConfigError,
@@ -367,7 +367,7 @@ class Matchmaker:
         try:
             try:
                 stream = await self._endpoint.open(contact, join, timeout_s=timeout_s)
-                async with while_moving(timeout_s, lambda: stream.bytes_moved):
+                async with WhileMoving(timeout_s, lambda: stream.bytes_moved):
                     answer = await receive_answer(stream)
                 if nudge:
                     event = events.Nudged(peer, answer if isinstance(answer, JoinRefused | JoinRedirected) else None)

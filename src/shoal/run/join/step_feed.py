@@ -26,7 +26,7 @@ from shoal.averaging.core import PeerCore
 from shoal.base.bounded import bound, put_last
 from shoal.base.ordered import OrderedSet
 from shoal.base.sometimes import sometimes
-from shoal.base.tasks import Changes, stopped, while_moving
+from shoal.base.tasks import Changes, WhileMoving, stopped
 from shoal.errors import PeerProtocolError, PeerRefused
 from shoal.protocol.wire import FollowSteps, StepBytes, StepGone, StepsFrom, StepTaken, WantStep
 from shoal.rpc import Stream
@@ -284,7 +284,7 @@ class _Follower:
         return False
 
     async def _send(self, message: _Answer, payload: bytes | None = None) -> None:
-        async with while_moving(_SEND_WITHIN_S, lambda: self._stream.bytes_moved):
+        async with WhileMoving(_SEND_WITHIN_S, lambda: self._stream.bytes_moved):
             await self._stream.send(message, payload)
 
     async def _read(self) -> None:

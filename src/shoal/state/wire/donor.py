@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable
 from shoal.base.clock import Env, seconds_text
 from shoal.base.peer import PeerID
 from shoal.base.sometimes import sometimes
-from shoal.base.tasks import LEAST_BYTES_PER_S, Changes, stopped, while_moving
+from shoal.base.tasks import LEAST_BYTES_PER_S, Changes, WhileMoving, stopped
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerProtocolError, PeerRefused
 from shoal.events import PeerDropped, StateServed, Warned
 from shoal.protocol.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
@@ -198,7 +198,7 @@ class StateDonor:
             if snapshot.over:
                 raise PeerRefused("others have waited long for a newer state: ask for the manifest again")
             with reader.awaited(time):
-                async with while_moving(self._limits.send_stall_s, lambda: stream.bytes_moved):
+                async with WhileMoving(self._limits.send_stall_s, lambda: stream.bytes_moved):
                     await stream.send(Chunk(chunk, first - start), piece)
             first += piece.nbytes
         return stop - start

@@ -16,7 +16,7 @@ from shoal.compression import CompressionBase
 from shoal.errors import StateUnavailable
 from shoal.events import EpochAdvanced, Event
 from shoal.optim import Participant, RunSettings
-from shoal.run.chains import participants_of
+from shoal.run.chains import first_asked, participants_of
 from shoal.run.decide.phases import RunPhase
 from shoal.sim import SimHost, SimNetwork, Swarm
 from shoal.strategies import Inner, LocalUpdates, Strategy, Synchronous
@@ -160,6 +160,12 @@ class Trainer:
                 raise
         else:
             await participant.stepped()
+
+    async def help(self) -> None:
+        """The loop of an auxiliary peer. It must not turn without time."""
+        while not (self.finished or self.participant.course.is_closed):
+            for fragment in await first_asked(self.fragments, 60.0):
+                await self.take_turn(fragment)
 
     async def finish_epoch(self, epoch: int) -> None:
         """Take no more batches until the swarm has made this epoch."""

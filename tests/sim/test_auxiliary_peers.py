@@ -11,6 +11,7 @@ import torch
 
 from shoal import sim
 from shoal.events import Event, Warned
+from shoal.strategies import Decoupled
 from tests.sim.optimizer_kit import Run, Trainer, reference
 
 BATCH = 4
@@ -19,12 +20,7 @@ BATCH = 4
 async def helper(run: Run, name: str = "aux", **changes: Any) -> Trainer:
     """An auxiliary peer, and the loop in which it waits for steps; its first parameters are others."""
     trainer = await run.add(name, seed=7, auxiliary=True, **changes)
-
-    async def help_others() -> None:
-        while not (trainer.participant.finished or trainer.participant.course.is_closed):
-            await trainer.take_turn()
-
-    run.swarm.spawn(name, help_others())
+    run.swarm.spawn(name, trainer.help())
     return trainer
 
 
@@ -145,12 +141,7 @@ def test_it_follows_local_updates() -> None:
         for name in ("p0", "p1"):
             await run.add(name, **local)
         aux = await run.add("aux", auxiliary=True, **local)
-
-        async def help_others() -> None:
-            while not aux.participant.finished:
-                await aux.take_turn()
-
-        run.swarm.spawn("aux", help_others())
+        run.swarm.spawn("aux", aux.help())
         await sim.sleep(3.0)
         run.announce_end(5)
         for name in ("p0", "p1"):
@@ -161,3 +152,26 @@ def test_it_follows_local_updates() -> None:
         await run.close()
 
     sim.run(main, seed=4)
+
+
+def test_it_turned_without_rest_while_it_fetched_a_better_state() -> None:
+    """Where nobody waits for anybody, trainers train on meanwhile. It has no batches: it waits for the state."""
+    strategy = Decoupled(4, fragments=2, quorum=2)
+
+    async def main() -> None:
+        run = Run(target=1)
+        trainers = [await run.add(name, strategy=strategy) for name in ("p0", "p1")]
+        aux = await helper(run, strategy=strategy)
+        for trainer, name in zip(trainers, ("p0", "p1"), strict=True):
+            run.swarm.spawn(name, trainer.train(BATCH, duration_s=0.2, until=lambda: False))
+        while aux.participant.epoch < 3:
+            await sim.sleep(0.1)
+        run.swarm.partition([["aux"]])
+        await sim.sleep(15.0)
+        assert aux.participant.epoch < trainers[0].participant.epoch - 2
+        run.swarm.heal()
+        await sim.sleep(8.0)
+        assert aux.participant.epoch >= trainers[0].participant.epoch - 1
+        await run.close()
+
+    sim.run(main, seed=1)

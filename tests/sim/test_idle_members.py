@@ -355,12 +355,7 @@ def test_an_auxiliary_peer_is_forgiven_as_it_reduces() -> None:
             await run.add(name)
         helper = await run.add("aux", seed=7, auxiliary=True)
         end = asyncio.Event()
-
-        async def help_others() -> None:
-            while not end.is_set():
-                await helper.take_turn()
-
-        run.swarm.spawn("aux", help_others())
+        run.swarm.spawn("aux", helper.help())
         for name in names:
             run.swarm.spawn(name, run.swarm.peer(name).train(BATCH, duration_s=BATCH_S, until=end.is_set))
         await sim.sleep(10.0)

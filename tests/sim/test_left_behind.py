@@ -75,14 +75,7 @@ class Others:
     async def help(self) -> None:
         """An auxiliary peer takes part."""
         helper = await self.run.add("helper", strategy=self._strategy, auxiliary=True, check_every=0)
-
-        async def work() -> None:
-            while not helper.finished:
-                for fragment in helper.fragments:
-                    await helper.take_turn(fragment)
-                await sim.sleep(0.1)
-
-        self.helping = self.run.swarm.spawn("helper", work())
+        self.helping = self.run.swarm.spawn("helper", helper.help())
 
     def note(self, name: str, event: Event) -> None:
         """A peer tells something."""

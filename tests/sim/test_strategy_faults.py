@@ -123,10 +123,7 @@ def test_an_auxiliary_peer_waits_for_batches_of_its_own_before_it_takes_a_merge(
         aux = await run.add("aux", strategy=strategy, auxiliary=True)
 
         async def help_others() -> None:
-            while not aux.finished:
-                for fragment in aux.fragments:
-                    if not fragment.at_end or all(each.at_end for each in aux.fragments):
-                        await aux.take_turn(fragment)
+            await aux.help()
             aux.participant.training.local.go_back()  # type: ignore[attr-defined]
 
         run.swarm.spawn("aux", help_others())

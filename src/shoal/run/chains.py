@@ -27,6 +27,7 @@ from msgspec.structs import asdict
 
 from shoal.averaging import TensorLock
 from shoal.averaging.core import PeerCore
+from shoal.base.tasks import stopped
 from shoal.errors import ClosedError, ConfigError, StateUnavailable
 from shoal.events import Warned
 from shoal.protocol.wire import MAX_SAMPLES, Epoch, Samples, decode_plain, encode
@@ -47,7 +48,7 @@ from shoal.train.options import OUTER
 from shoal.train.shared_tensors import digest_of_tensors
 from shoal.train.training_state import PreparedState, TrainingState, fingerprint_of
 
-__all__ = ["Chains", "participants_of"]
+__all__ = ["Chains", "first_asked", "participants_of"]
 
 T = TypeVar("T")
 
@@ -285,8 +286,10 @@ class Chains:
         soon, and at the end of the run for the others; the lock of the parameters is waited for before a step; and
         `TrainerTurn.download` waits for a better state.
         """
-        behind = []
-        for each in self.participants:
+        behind, asked = [], self.participants
+        if self.first.settings.auxiliary:
+            asked = self._run(first_asked(asked, timeout_s), timeout_s)
+        for each in asked:
             if not trained or each.turn.is_due:
                 if self._take_turn(each, timeout_s):
                     behind.append(each)
@@ -590,6 +593,21 @@ async def _all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     if errors := [each for each in results if isinstance(each, BaseException)]:
         raise errors[0]
     return [each for each in results if not isinstance(each, BaseException)]
+
+
+async def first_asked(participants: Sequence[Participant], timeout_s: float) -> list[Participant]:
+    """Wait until an auxiliary peer is asked for something; returns the fragments concerned, none if time runs out.
+
+    It has no batches to go on with: its thread would wait for one fragment while the others were merged.
+    """
+    at_end = all(each.at_end for each in participants)
+    waits_for = [each for each in participants if each.at_end == at_end and not each.finished] or participants
+    turns = {asyncio.create_task(each.turn.decide(timeout_s)): each for each in waits_for}
+    try:
+        done, _ = await asyncio.wait(turns, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return [turns[each] for each in done]
+    finally:
+        await asyncio.gather(*map(stopped, turns))
 
 
 class _Fragment(msgspec.Struct):

@@ -223,8 +223,11 @@ class Outlook:
 
     @property
     def trains_on(self) -> bool:
-        """Whether a better state is fetched while the trainer goes on, as nobody waits for anybody."""
-        return self.terms.waits_for_nobody and self.own.name.epoch > 0
+        """Whether a better state is fetched while the trainer goes on, as nobody waits for anybody.
+
+        An auxiliary peer has no batches to go on with.
+        """
+        return self.terms.waits_for_nobody and self.own.name.epoch > 0 and not self.settings.auxiliary
 
     def alone(self, view: SwarmView) -> bool:
         """Whether nobody is at our state but this peer, and peers that rounds do not wait for. A quorum never is."""

@@ -18,6 +18,7 @@ from shoal.averaging.matchmaking.events import (
     SearchPhase,
     Tick,
 )
+from shoal.averaging.matchmaking.leaders import LeaderMemory
 from shoal.averaging.matchmaking.machine import GroupMachine
 from shoal.protocol.wire import JoinRedirected, JoinRefused
 from tests.property.matchmaking_world import BEGIN, Setup, Weather, contact_of, peer_id
@@ -74,7 +75,7 @@ def silent(begin: Callable[..., Play]) -> None:
 
 def last_leader_is_expected() -> None:
     """The last round succeeded under a leader that comes again."""
-    Play(memory=Memory(leader=contact_of(1)), expected=lambda: frozenset({peer_id(1)}))
+    Play(memory=Memory(leaders=LeaderMemory(last=contact_of(1))), expected=lambda: frozenset({peer_id(1)}))
 
 
 def nudged_peer_follows_another() -> None:

@@ -620,7 +620,7 @@ async def led_by(how: str, honest: int, monkeypatch: pytest.MonkeyPatch) -> None
         begins_differently(bad._averager, monkeypatch)
     if how == "one":
         others = (each.participant for each in good)
-        victim = next(each for each in others if not each._averager._finder.matchmaker._memory.led)
+        victim = next(each for each in others if not each._averager._finder.matchmaker._memory.leaders.led)
         refuses_one(bad._averager, victim.core.peer_id)
     await speed(trainers[0], 30.0)  # the first rounds
     first = len(led)

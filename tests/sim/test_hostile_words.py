@@ -13,7 +13,7 @@ import pytest
 from shoal import sim
 from shoal.averaging.core import PeerCore
 from shoal.averaging.directory import DhtDirectory
-from shoal.averaging.matchmaking.machine import GroupMachine
+from shoal.averaging.matchmaking.hidden import HiddenPeers
 from shoal.base.peer import Address, PeerID
 from shoal.dht.node import DhtNode
 from shoal.dht.routing import id_of_key, key_of, node_id
@@ -346,14 +346,14 @@ def test_twenty_keys_in_the_dht_keep_newcomers_out_of_all_rounds(monkeypatch: py
 def test_nobody_is_asked_beside_the_directory_where_that_shows_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """No message more, where nothing is hidden: three train, and two others come."""
     asked: list[object] = []
-    choose_hidden, introduce = GroupMachine._choose_hidden, ProgressGossip._introduce
+    next_to_ask, introduce = HiddenPeers.next_to_ask, ProgressGossip._introduce
 
     def noted_hidden(*args: Any) -> Contact | None:
-        if (found := choose_hidden(*args)) is not None:
+        if (found := next_to_ask(*args)) is not None:
             asked.append(found)
         return found
 
-    monkeypatch.setattr(GroupMachine, "_choose_hidden", noted_hidden)
+    monkeypatch.setattr(HiddenPeers, "next_to_ask", noted_hidden)
 
     def noted_introduce(*args: Any) -> Trainers:
         asked.append(args)

@@ -187,7 +187,9 @@ def test_a_member_that_does_not_end_its_streams_is_not_waited_for_in_each_round(
 
         calm = await steps()
         follower = next(
-            n for n, t in trainers.items() if n != "p0" and not t.participant._averager._finder.matchmaker._memory.led
+            n
+            for n, t in trainers.items()
+            if n != "p0" and not t.participant._averager._finder.matchmaker._memory.leaders.led
         )
         evil = trainers[follower].participant.core.peer_id
         way: tuple[type, str, Any] = {
@@ -235,11 +237,13 @@ def test_who_has_a_bad_line_to_another_member_missed_it_under_every_leader() -> 
     async def main() -> None:
         run = Run(target=3 * BATCH * BATCHES, width=2000)
         trainers = await train_together(run, 3)
-        leads = [trainer.participant._averager._finder.matchmaker._memory.led for trainer in trainers]
+        leads = [trainer.participant._averager._finder.matchmaker._memory.leaders.led for trainer in trainers]
         one, other = (f"p{number}" for number, leader in enumerate(leads) if not leader)
         run.swarm.network.set_link(one, other, bandwidth_bytes_s=2e3)
         await sim.sleep(60.0)
-        assert not any(trainer.participant._averager._finder.matchmaker._memory.stranded for trainer in trainers)
+        assert not any(
+            trainer.participant._averager._finder.matchmaker._memory.leaders.stranded for trainer in trainers
+        )
         assert not any(trainer.downloads for trainer in trainers)
 
     sim.run(main, seed=1)
@@ -251,7 +255,7 @@ def test_a_peer_that_the_others_reach_takes_the_lead_from_one_that_another_peer_
     async def main() -> None:
         run = Run(target=4 * BATCH * BATCHES, width=2000)
         trainers = await train_together(run, 4)
-        leads = [trainer.participant._averager._finder.matchmaker._memory.led for trainer in trainers]
+        leads = [trainer.participant._averager._finder.matchmaker._memory.leaders.led for trainer in trainers]
         leader = leads.index(True)
         other = (leader + 1) % 4
         run.swarm.network.set_link(f"p{leader}", f"p{other}", bandwidth_bytes_s=30.0)
@@ -291,7 +295,8 @@ def leads(averager: Averager, monkeypatch: pytest.MonkeyPatch) -> None:
     def begin_earlier(machine: GroupMachine, now: float) -> None:
         begin(machine, now)
         if machine._memory is memory:
-            machine._expiration, memory.leader = machine._expiration - 2.0, None
+            machine._window.expiration -= 2.0
+            memory.leaders.last = None
 
     monkeypatch.setattr(GroupMachine, "_begin_window", begin_earlier)
 

@@ -79,9 +79,9 @@ def test_a_leader_asks_its_follower_that_has_not_heard_yet_that_it_was_dismissed
         tasks = {mate.name: fleet.call(mate, deadline_s=30.0) for mate in mates[:2]}
         leader, follower = await joined(mates[:2])
         # The later key leads next: the follower's window ends after its leader's, by less than the two need to talk.
-        machine_of(follower)._window_end += 0.5
-        machine_of(follower)._expiration += 0.5
-        await hold_up(fleet, (leader, follower), machine_of(leader)._window_end)
+        machine_of(follower)._window.ends_at += 0.5
+        machine_of(follower)._window.expiration += 0.5
+        await hold_up(fleet, (leader, follower), machine_of(leader)._window.ends_at)
         await sleep(LATE_S / 4)
         assert machine_of(leader).leader == follower.peer
         assert machine_of(follower).followers == (leader.peer,)
@@ -110,7 +110,7 @@ def test_a_peer_that_accepts_us_and_asks_us_is_our_follower_though_its_second_wo
             await sleep(0.0005)
         if answers_at is None:
             return loop.time()
-        assert loop.time() < machine_of(first)._window_end < loop.time() + LATE_S / 4
+        assert loop.time() < machine_of(first)._window.ends_at < loop.time() + LATE_S / 4
         await sleep(LATE_S / 2)
         assert machine_of(second).followers == (first.peer,)
         assert machine_of(first).leader == second.peer

@@ -399,7 +399,7 @@ def test_an_honest_leader_that_has_lost_one_member_in_a_round_leads_on() -> None
         blamed = [averager.conduct.bad_leaders.unforgiven for averager in averagers]
         assert sum(map(bool, blamed)) >= 2
         assert not any(averager.conduct.bad_leaders.pausing(now) for averager in averagers)
-        assert not any(averager._finder.matchmaker._memory.avoided for averager in averagers)
+        assert not any(averager._finder.matchmaker._memory.leaders.avoided for averager in averagers)
 
     sim.run(main, seed=1)
 

@@ -63,7 +63,7 @@ class Storm:
     def one_that(self, *, leads: bool) -> str:
         """The first peer that led the last search; or that did not."""
         finders = {name: self.run.swarm.peer(name).participant._averager._finder for name in self.names}
-        return next(name for name, finder in finders.items() if finder.matchmaker._memory.led == leads)
+        return next(name for name, finder in finders.items() if finder.matchmaker._memory.leaders.led == leads)
 
     def gaps(self, begin: float, end: float) -> list[float]:
         """Times between epochs, sorted."""

@@ -42,6 +42,7 @@ from shoal.averaging.matchmaking.events import (
     Tick,
     Withdraw,
 )
+from shoal.averaging.matchmaking.leaders import LeaderMemory
 from shoal.base.peer import PeerID
 from shoal.protocol.wire import Begin, Contact, JoinAccepted, JoinRedirected, JoinRefused, Member
 from tests.property.matchmaking_world import BEGIN, Setup, contact_of, peer_id
@@ -312,7 +313,7 @@ def test_refuses_an_earlier_peer_and_asks_it_instead() -> None:
 
 def test_a_peer_that_is_shunned_does_not_lead_and_may_follow() -> None:
     """Neither by the directory, nor by its own word, nor by that of others; nor as the leader of the last group."""
-    memory = Memory(leader=contact_of(3))
+    memory = Memory(leaders=LeaderMemory(last=contact_of(3)))
     play = Play(shunned=frozenset({peer_id(3)}), memory=memory, expected=lambda: frozenset({peer_id(3), peer_id(60)}))
     assert AskToLead not in kinds(play.first)
     mine = MINE - WINDOW_S / 5  # a head start
@@ -332,47 +333,26 @@ def begun_with(*numbers: int) -> Begin:
 def begins(play: Play, *numbers: int, there: Sequence[int] | None = None) -> None:
     """The first of these leads a group of them, and these take part in its round in time: all if nothing is said."""
     play.hear(Answered(peer_id(numbers[0]), begun_with(*numbers)))
-    play.memory.played(peer_id(numbers[0]), frozenset(map(peer_id, numbers if there is None else there)))
+    play.memory.leaders.played(peer_id(numbers[0]), frozenset(map(peer_id, numbers if there is None else there)))
 
 
 def test_takes_the_lead_for_a_peer_that_reaches_us_and_not_our_leader() -> None:
     """Else one bad line between a leader and another peer shuts that peer out of all groups."""
     memory, head_start_s = Memory(), WINDOW_S / 10
     for _ in range(2):
-        assert not memory.missed(peer_id(1))
+        assert not memory.leaders.missed(peer_id(1))
         play = following(1, memory=memory)
         play.joins(60)
         play.joins(61)
         begins(play, 1, ME, 61)
-    assert list(memory.stranded) == [peer_id(60)]
-    memory.leader, memory.declared = contact_of(1), -math.inf  # it was a while ago
+    assert list(memory.leaders.stranded) == [peer_id(60)]
+    memory.leaders.last, memory.declared = contact_of(1), -math.inf  # it was a while ago
     play = Play(memory=memory, expected=lambda: frozenset({peer_id(1), peer_id(60)}))
     assert play.first == [Declare(MINE - 2 * head_start_s)]
     play.joins(60)
     assert Start((peer_id(60), peer_id(1))) in play.joins(1)
-    memory.played(None, frozenset(map(peer_id, (1, 60, ME))))
-    assert not memory.missed(peer_id(1))
-
-
-def test_takes_the_lead_where_two_that_do_not_reach_each_other_lead_in_turns() -> None:
-    """Each is in every other group. Two groups stepped side by side, and half of the steps were thrown away."""
-    memory = Memory()
-    for leader in (1, 2, 1):
-        assert not memory.missed(peer_id(leader))
-        awaited = frozenset({peer_id(1), peer_id(2)})
-        play = following(leader, memory=memory, expected=lambda awaited=awaited: awaited)
-        begins(play, leader, ME)
-    assert memory.missed(peer_id(1))
-
-
-def test_a_peer_that_comes_to_our_leader_after_all_is_not_stranded() -> None:
-    """It asked us when the last group had begun already."""
-    memory = Memory()
-    for members in ((1, ME), (1, ME, 60), (1, ME, 60), (1, ME)):
-        play = following(1, memory=memory)
-        play.joins(60)
-        begins(play, *members)
-    assert not memory.missed(peer_id(1))
+    memory.leaders.played(None, frozenset(map(peer_id, (1, 60, ME))))
+    assert not memory.leaders.missed(peer_id(1))
 
 
 def test_a_peer_that_wants_to_lead_and_follows_nobody_made_others_shun_an_honest_leader() -> None:
@@ -382,57 +362,19 @@ def test_a_peer_that_wants_to_lead_and_follows_nobody_made_others_shun_an_honest
         play = following(2, memory=memory)
         assert answers(play.joins(1)) == [JoinRedirected(contact_of(2))]
         begins(play, 2, ME)
-    assert not memory.stranded
-
-
-def test_a_member_that_was_only_listed_counted_as_there() -> None:
-    """Its leader had told it nothing. It is there if something comes from it in time."""
-    memory = Memory()
-    for _ in range(2):
-        begins(following(1, memory=memory), 1, ME, 60, there=(1, ME))
-    assert memory.missed(peer_id(1)) == {peer_id(60)}
-
-
-def test_a_leader_that_told_each_member_nothing_in_turns_led_on() -> None:
-    """None of them was missing twice of three times."""
-    memory = Memory()
-    for missing in (60, 61):
-        begins(following(1, memory=memory), 1, ME, 60, 61, there=sorted({1, ME, 60, 61} - {missing}))
-    assert memory.missed(peer_id(1)) == {peer_id(60), peer_id(61)}
-
-
-def test_a_peer_that_leads_itself_shows_nothing_about_the_leader_before() -> None:
-    """A liar that came to nobody's groups led the next one, and the honest leader was avoided for that."""
-    memory = stranded_by(1, 60)
-    Play(memory=memory, expected=lambda: frozenset({peer_id(1), peer_id(60), peer_id(61)}))
-    assert memory.on_trial == peer_id(1)
-    assert memory.played(peer_id(60), frozenset(map(peer_id, (60, 61, ME)))) is None
+    assert not memory.leaders.stranded
 
 
 def test_a_leader_that_most_others_stay_with_is_followed_at_once() -> None:
     """One follower alone left the others for the peer that was missing: two groups, and half of the steps in vain."""
     memory = stranded_by(1, 60)
-    memory.there = 4
+    memory.leaders.there = 4
     play = Play(memory=memory, expected=lambda: frozenset({peer_id(1), peer_id(60), peer_id(61)}))
     play.settle(declared(1, MINE - WINDOW_S / 2))
     play.joins(60)
     said = play.wait(2.0)
     assert AskToLead in kinds(said)
     assert not any(isinstance(action, Start) for action in said)
-
-
-@pytest.mark.parametrize("says", [JoinRefused("declined", "no"), JoinRefused("full", ""), JoinRefused("what", "")])
-def test_a_leader_that_refuses_us_in_whatever_words_is_avoided(says: JoinRefused) -> None:
-    """Only "full" counted as turned away: with another word it refused one peer in each search, for ever."""
-    memory = Memory()
-    for _ in range(2):
-        assert not memory.avoided
-        play = Play(memory=memory, expected=lambda: frozenset({peer_id(1), peer_id(2)}))
-        play.settle(declared(1, MINE - WINDOW_S / 2))
-        play.hear(Answered(peer_id(1), says))
-        play.hear(Cancel())
-        memory.declared = -math.inf  # it was a while ago
-    assert list(memory.avoided) == [peer_id(1)]
 
 
 def test_a_peer_that_is_declined_comes_after_the_one_that_declines_it() -> None:
@@ -452,7 +394,7 @@ def stranded_by(leader: int, missing: int, **options: Any) -> Memory:
         play = following(leader, memory=memory)
         play.joins(missing)
         begins(play, leader, ME)
-    memory.leader, memory.declared = contact_of(leader), -math.inf  # it was a while ago
+    memory.leaders.last, memory.declared = contact_of(leader), -math.inf  # it was a while ago
     return memory
 
 
@@ -467,13 +409,13 @@ def test_a_leader_is_avoided_only_if_the_missing_peer_comes_where_another_one_le
         play.joins(60)
     started = [action for action in play.wait(WINDOW_S) if isinstance(action, Start)]
     assert peer_id(61) in started[0].followers
-    assert memory.played(None, started[0].followers) == (peer_id(1) if comes else None)
-    assert not memory.stranded
+    assert memory.leaders.played(None, started[0].followers) == (peer_id(1) if comes else None)
+    assert not memory.leaders.stranded
 
 
 def test_a_leader_that_is_avoided_is_followed_where_all_others_follow_it() -> None:
     """Peers that avoid different leaders were in different groups, and the samples of the smaller one were lost."""
-    memory = Memory(avoided={peer_id(1): 100.0})
+    memory = Memory(leaders=LeaderMemory(avoided={peer_id(1): 100.0}))
     play = Play(memory=memory, expected=lambda: frozenset({peer_id(1), peer_id(2)}))
     mine = MINE - WINDOW_S / 5  # a head start
     assert AskToLead not in kinds(play.settle(declared(1, mine)))
@@ -483,40 +425,12 @@ def test_a_leader_that_is_avoided_is_followed_where_all_others_follow_it() -> No
 
 def test_a_leader_that_is_avoided_does_not_take_our_followers() -> None:
     """They came to us, as they avoid it, too."""
-    memory = Memory(avoided={peer_id(1): 100.0})
+    memory = Memory(leaders=LeaderMemory(avoided={peer_id(1): 100.0}))
     play = Play(memory=memory, expected=lambda: frozenset({peer_id(1), peer_id(60), peer_id(61)}))
     play.settle(declared(1, MINE - WINDOW_S / 5))
     play.joins(60)
     assert AskToLead not in kinds(play.wait(2.0))
     assert Start((peer_id(60), peer_id(61))) in [*play.joins(61), *play.wait(3.0)]
-
-
-@pytest.mark.parametrize(
-    ("members", "shuns", "avoids"),
-    [((1, ME), False, True), (None, False, True), ((1, 60, ME), False, False), ((1, ME), True, True)],
-    ids=["begins", "holds back", "most come", "shuns"],
-)
-def test_a_leader_to_which_the_others_did_not_come_kept_one_peer_for_itself(
-    members: tuple[int, ...] | None, shuns: bool, avoids: bool
-) -> None:
-    """It had lied to the others alone. Each search was over before half of a window, so it was never judged."""
-    memory, avoided = Memory(), list[list[PeerID]]()
-    others = frozenset(map(peer_id, (1, 60, 61)))
-    for _ in range(2):
-        shunned = frozenset({peer_id(61)}) if shuns else frozenset()
-        play = following(1, ahead_s=2.0, memory=memory, expected=lambda: others, shunned=shunned)
-        play.wait(0.3 * WINDOW_S)
-        play.hear(Cancel() if members is None else Answered(peer_id(1), begun_with(*members)))
-        avoided.append(list(memory.avoided))
-    assert avoided == [[], [peer_id(1)] if avoids else []]
-
-
-def test_half_of_the_peers_lead_in_any_case() -> None:
-    """Else a peer that stays away from the groups of all others in turns would leave nobody that leads."""
-    memory = Memory()
-    for number in range(6):
-        memory.avoid(peer_id(number), 0.0, WINDOW_S, 7)
-    assert list(memory.avoided) == [peer_id(number) for number in (3, 4, 5)]
 
 
 def test_a_leader_does_not_wait_for_a_peer_that_does_not_follow_it() -> None:
@@ -527,16 +441,6 @@ def test_a_leader_does_not_wait_for_a_peer_that_does_not_follow_it() -> None:
     said = [*play.settle(declared(60), declared(61)), *play.joins(60), *play.wait(0.3)]
     assert Nudge(contact_of(61), MINE) in said
     assert Start((peer_id(60),)) in play.hear(Nudged(peer_id(61), JoinRefused("declined", "")))
-
-
-@pytest.mark.parametrize("here", [2, 15])
-def test_a_leader_that_says_that_its_group_is_full_and_cannot_be_has_turned_us_away(here: int) -> None:
-    """It is the peer that is left out who can tell: others may have been told a lie."""
-    others = frozenset(peer_id(number) for number in range(1, here + 1))
-    play = Play(setup=Setup(target_group_size=4), expected=lambda: others)
-    play.settle(declared(1))
-    play.hear(Answered(peer_id(1), JoinRefused("full", "")))
-    assert play.machine.turned_away == ({peer_id(1)} if here == 2 else set())
 
 
 def test_does_not_ask_a_peer_that_is_silent_already() -> None:
@@ -552,14 +456,14 @@ def test_a_leader_that_does_not_begin_is_not_followed_again() -> None:
     play.settle(declared(3))
     play.hear(Answered(peer_id(3), JoinAccepted()), at=0.1)
     play.hear(Answered(peer_id(3), JoinRefused("too-few", "the window ended")), at=WINDOW_S / 2 + 0.2)
-    assert play.machine.idled == [peer_id(3)]
+    assert play.memory.leaders.idled == [peer_id(3)]
     play.others = (declared(3, MINE + 1),)
     assert AskToLead not in kinds(play.wait(WINDOW_S - 0.1))
     play = Play()
     play.settle(declared(3))
     play.hear(Answered(peer_id(3), JoinAccepted()), at=0.1)
     play.hear(Answered(peer_id(3), JoinRefused("not-looking", "it left")), at=0.2)
-    assert play.machine.idled == []
+    assert play.memory.leaders.idled == []
 
 
 def test_accepts_a_client_whatever_its_expiration() -> None:
@@ -953,7 +857,7 @@ def test_a_leader_with_too_few_peers_is_blamed_if_we_know_of_enough(least: int, 
     play.settle(declared(3))
     play.hear(Answered(peer_id(3), JoinAccepted()), at=0.1)
     play.hear(Answered(peer_id(3), JoinRefused("too-few", "")), at=WINDOW_S)
-    assert play.machine.idled == ([peer_id(3)] if blamed else [])
+    assert play.memory.leaders.idled == ([peer_id(3)] if blamed else [])
     play.others = (declared(3, MINE + 1),)
     assert (AskToLead in kinds(play.wait(2 * WINDOW_S))) is not blamed
 
@@ -964,7 +868,7 @@ def test_a_peer_that_asks_us_is_asked_although_it_followed_another_before() -> N
     play.settle(declared(60))
     play.hear(Nudged(peer_id(60), JoinRedirected(contact_of(70))))  # what it had declared is of no use then
     play.hear(Answered(peer_id(70), JoinRefused("not-looking", "")))
-    play.machine._expiration = MINE + WINDOW_S  # a window later
+    play.machine._window.expiration = MINE + WINDOW_S  # a window later
     said = play.joins(60, expiration=MINE)
     assert answers(said) == [JoinRefused("later", "you are earlier: lead me")]
     play.read(at=play.now)

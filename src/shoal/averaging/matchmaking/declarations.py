@@ -23,7 +23,7 @@ peer that another leader sent here needs about as many round trips.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shoal.averaging.matchmaking.config import CLOCK_GRACE_S, SETTLE_MAX_S, SETTLE_S, MatchmakingConfig
@@ -37,10 +37,9 @@ from shoal.averaging.matchmaking.events import (
     ReadDirectory,
     Withdraw,
 )
+from shoal.averaging.matchmaking.leaders import LeaderMemory
 from shoal.base.bounded import put_last
-from shoal.base.ledger import Ledger
 from shoal.base.peer import PeerID
-from shoal.protocol.wire import Contact
 
 __all__ = ["DirectoryPoller", "KnownDeclarations", "Memory"]
 
@@ -48,20 +47,6 @@ _MAX_DECLARATIONS = 1024
 _MAX_LOST = 1024
 _MAX_NUDGES = 4
 """The most nudges at a time."""
-
-_STRANDED = 1.25
-"""Twice of three times. Once may be chance: the peer came when the group had begun."""
-
-_AVOIDED_WINDOWS, _MOST_AVOIDED_WINDOWS = 10, 64
-"""Whoever leads groups to which others do not come leads none for so long: at first, and at most. It harms nobody."""
-
-_NOW_AND_THEN = 0.25
-"""Once of the last three times. If others were missing in the other two, their leader may choose whom it leaves out."""
-
-_EXCUSED_ROUNDS = 8, 128
-"""Whoever is missing under all leaders is missed no more for so many rounds: at first, and at most."""
-
-_FORGOTTEN, _MAX_STRANDED = 0.1, 64
 
 _POLL_MAX_S = 1.0
 """The longest pause between two reads of the directory."""
@@ -85,112 +70,18 @@ class Memory:
         companions: the members of the last group under the same key, which are likely to come again.
         read_s: how long the last read of the directory took: a measure of how far away the others are.
         declared: the latest expiration that we declared ourselves with.
-        leader: the leader of the last group that waited for all expected peers; None if there is none.
-        led: whether that was this peer.
-        stranded: peers that we expected, or sent on to our leader, and that were not in its group: how often lately.
-            Each time adds one, and each group halves it.
-        avoided: the leaders that are to lead no group of ours, as others come to other groups and not to theirs, and
-            until when (loop time).
-        vain_s: the leaders that we have followed lately while half of the others did not, and for how long (seconds).
-        vain: the leaders that we have relied on lately in vain: how often. As with `stranded`.
-        windows: for how many windows each leader was avoided last.
-        awaited: the live peers that should have been in the group that our leader has begun.
-        there: how many members of the last group were there in time.
-        rounds: the number of rounds of these groups.
-        excused: the peers that were missing under one leader after another: for some rounds nobody misses them.
-        on_trial: the leader of groups in which others were missing, while another one is to lead; None: nobody.
+        leaders: what is known of those that led us.
     """
 
     lost: dict[PeerID, float] = field(default_factory=dict)
     companions: frozenset[PeerID] = frozenset()
     read_s: float = 0.0
     declared: float = -math.inf
-    leader: Contact | None = None
-    led: bool = False
-    stranded: dict[PeerID, float] = field(default_factory=dict)
-    avoided: dict[PeerID, float] = field(default_factory=dict)
-    vain_s: dict[PeerID, float] = field(default_factory=dict)
-    vain: dict[PeerID, float] = field(default_factory=dict)
-    windows: dict[PeerID, int] = field(default_factory=dict)
-    awaited: frozenset[PeerID] = frozenset()
-    on_trial: PeerID | None = None
-    there: int = 0
-    rounds: int = 0
-    excused: Ledger[PeerID] = field(default_factory=lambda: Ledger[PeerID](*_EXCUSED_ROUNDS))
-
-    def missed(self, leader: PeerID) -> frozenset[PeerID]:
-        """The peers that were in few of the last groups, and should have been: they may not reach this leader."""
-        enough, times = self._enough(leader), {peer: n for peer, n in self.stranded.items() if peer != leader}
-        in_turns = sum(times.values()) >= max(enough, len(self.awaited) / 2)
-        return frozenset(peer for peer, n in times.items() if n >= (_NOW_AND_THEN if in_turns else enough))
-
-    def _enough(self, leader: PeerID) -> float:
-        """From how many times on others are to lead: one that was avoided before has had its chance."""
-        return 1.0 if leader in self.windows else _STRANDED
-
-    def avoid(self, leader: PeerID, now: float, window_s: float, members: int) -> None:
-        """Groups like one of so many members have another leader for a while, each time for twice as long.
-
-        Half of the members lead in any case: else a peer that stays away from the groups of all others, one leader
-        after another, would leave none that leads.
-        """
-        windows = self.windows.get(leader, 0)
-        if self.avoided.get(leader, -math.inf) <= now:
-            windows = min(2 * windows, _MOST_AVOIDED_WINDOWS) or _AVOIDED_WINDOWS
-        put_last(self.windows, leader, windows, _MAX_STRANDED)
-        put_last(self.avoided, leader, now + windows * window_s, max(1, members // 2))
-
-    def played(self, leader: PeerID | None, there: Collection[PeerID]) -> PeerID | None:
-        """A round of the last group is over (`leader` None: we led it). These were there, by what came here from them.
-
-        What a leader says of its members is no proof: it may name one that it has told nothing, or too late.
-
-        Returns:
-            Another leader, in whose groups some were missing that are there now; None: there is none.
-        """
-        tried, before, self.on_trial, self.there = self.on_trial, self.there, None, len(there)
-        self.rounds += 1
-        for peer in there:
-            self.excused.forgive(peer)
-        if tried is None and leader is not None:
-            missing = self.awaited.difference(there, self.excused.pausing(self.rounds))
-            for peer in {*self.stranded, *missing}:
-                _count(self.stranded, peer, again=peer in missing)
-            return None
-        missed = self.missed(tried) if tried is not None else frozenset[PeerID]()
-        self.trial_ended(missed.difference(there))
-        # Whoever leads is in its own group: that says nothing about others. And nobody gains by a smaller group.
-        better = len(there) >= before and missed.intersection(there) - {leader}
-        return tried if better and tried != leader else None
-
-    def trial_ended(self, missed: Collection[PeerID]) -> None:
-        """These did not come where another peer led, either: after the second time nobody misses them for a while."""
-        self.stranded.clear()
-        for peer in missed:
-            self.excused.failed(peer, self.rounds)
-
-    def relied(self, leaders: Collection[PeerID], in_vain: Collection[PeerID]) -> list[PeerID]:
-        """We have relied on these leaders, on some in vain; returns those that failed us twice of three times."""
-        for leader in leaders:
-            _count(self.vain, leader, again=leader in in_vain)
-        return [leader for leader in in_vain if self.vain.get(leader, 0.0) >= self._enough(leader)]
-
-    def followed_in_vain(self, leader: PeerID, seconds: float) -> float:
-        """Note that we have followed this leader while half of the others did not; returns for how long in all."""
-        vain_s = self.vain_s.pop(leader, 0.0) + seconds
-        put_last(self.vain_s, leader, vain_s, _MAX_STRANDED)
-        return vain_s
+    leaders: LeaderMemory = field(default_factory=LeaderMemory)
 
     def lose(self, peer: PeerID, expiration: float) -> None:
         """Note that declarations of this peer up to `expiration` are dead."""
         put_last(self.lost, peer, max(expiration, self.lost.get(peer, -math.inf)), _MAX_LOST)
-
-
-def _count(times: dict[PeerID, float], peer: PeerID, *, again: bool) -> None:
-    """Halve what was there before, and add one if it has happened again."""
-    count = times.pop(peer, 0.0) / 2 + again
-    if count > _FORGOTTEN:
-        put_last(times, peer, count, _MAX_STRANDED)
 
 
 class KnownDeclarations:

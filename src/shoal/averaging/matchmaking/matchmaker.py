@@ -28,6 +28,7 @@ from shoal.averaging.matchmaking import events
 from shoal.averaging.matchmaking.config import MANY, MatchmakingConfig
 from shoal.averaging.matchmaking.declarations import Memory
 from shoal.averaging.matchmaking.directory import GroupDirectory
+from shoal.averaging.matchmaking.expected import LOOKED_AT
 from shoal.averaging.matchmaking.joins import (
     BEGIN_OVERHEAD_BYTES,
     JoinRequest,
@@ -38,7 +39,7 @@ from shoal.averaging.matchmaking.joins import (
     member_bytes,
     receive_answer,
 )
-from shoal.averaging.matchmaking.machine import LOOKED_AT, GroupMachine
+from shoal.averaging.matchmaking.machine import GroupMachine
 from shoal.base.clock import Env, seconds_text
 from shoal.base.ordered import OrderedSet
 from shoal.base.peer import PeerID
@@ -149,8 +150,6 @@ class Matchmaker:
         self._endpoint, self._env, self._directory, self._config = endpoint, env, directory, config
         self._prefix, self._terms, self._plan = prefix, terms, plan
         self._memory = Memory()
-        self._idled: list[PeerID] = []  # see `GroupMachine`; of the last search
-        self._turned_away: set[PeerID] = set()  # the same
         self._companions: tuple[str, frozenset[PeerID]] = ("", frozenset())
         self._search: _Search | None = None
         self._begun = Changes()
@@ -223,7 +222,6 @@ class Matchmaker:
             contact_of=endpoint.contact_of,
             precedence=precedence,
         )
-        self._idled, self._turned_away = machine.idled, machine.turned_away
         search = self._search = _Search(group_key, member, machine, loop.create_future(), precedence)
         self._begun.notify()
         try:
@@ -409,7 +407,7 @@ class Matchmaker:
         Raises:
             PeerProtocolError: the peer contradicts itself.
         """
-        if self._search is None and self._memory.led:
+        if self._search is None and self._memory.leaders.led:
             await self._begun.next(_HELD_S)
         peer, search = stream.peer_id, self._search
         if search is None:
@@ -530,8 +528,8 @@ class Matchmaker:
     # ---------------------------------------------------------------------------------------------- between searches
 
     def _remember(self, group: Group | None) -> None:
-        self._memory.led = group is not None and group.leads
-        self._memory.leader = None if group is None or group.leads else group.members[group.coordinator].contact
+        self._memory.leaders.led = group is not None and group.leads
+        self._memory.leaders.last = None if group is None or group.leads else group.members[group.coordinator].contact
         if group is not None and self._looking is None and len(group.members) <= LOOKED_AT:
             self._looking = self._tasks.spawn(self._look_loop())
 
@@ -541,26 +539,26 @@ class Matchmaker:
         Members of a large group are not looked at: a silent one is noticed in the search.
         A follower will ask the leader of the last group first; the leader will wait for its members.
         """
-        memory = self._memory
-        while not self._closed and (memory.led or memory.leader is not None):
-            awaited = self._companions[1] if memory.leader is None else {memory.leader.peer}
+        leaders = self._memory.leaders
+        while not self._closed and (leaders.led or leaders.last is not None):
+            awaited = self._companions[1] if leaders.last is None else {leaders.last.peer}
             for peer in awaited if self._search is None and len(awaited) <= LOOKED_AT else ():
-                self._endpoint.is_silent(peer, soon=memory.led)
+                self._endpoint.is_silent(peer, soon=leaders.led)
             await asyncio.sleep(LOOK_S)
         self._looking = None
 
     def avoid(self, leader: PeerID, members: int) -> None:
-        """Another peer is to lead groups like the last one, which had so many members: see `Memory.avoid`."""
-        self._memory.avoid(leader, asyncio.get_running_loop().time(), self._config.window_s, members)
+        """Another peer is to lead groups like the last one, which had so many members: see `LeaderMemory.avoid`."""
+        self._memory.leaders.avoid(leader, asyncio.get_running_loop().time(), self._config.window_s, members)
 
     def played(self, group: Group, there: frozenset[PeerID], *, counted: bool) -> None:
         """The round of a group is over: these members were there in time, and our values counted, or did not."""
         leader = None if group.leads else group.peers[group.coordinator]
-        if (other := self._memory.played(leader, there)) is not None:
+        if (other := self._memory.leaders.played(leader, there)) is not None:
             sometimes("a peer comes to a group that another peer leads than before")
             self.avoid(other, len(group.members))
         if leader is not None:
-            for each in self._memory.relied((leader,), () if counted else (leader,)):
+            for each in self._memory.leaders.relied((leader,), () if counted else (leader,)):
                 self.avoid(each, len(group.members))
 
     def forget_leader(self) -> None:
@@ -568,10 +566,8 @@ class Matchmaker:
         self._remember(None)
 
     def take_failures(self) -> tuple[list[PeerID], set[PeerID]]:
-        """The peers that failed us in the last search, once: `idled` and `turned_away` of its `GroupMachine`."""
-        idled, turned_away = self._idled, self._turned_away
-        self._idled, self._turned_away = [], set()
-        return idled, turned_away
+        """The peers that failed us in the last search, once: see `LeaderMemory.take_failures`."""
+        return self._memory.leaders.take_failures()
 
     def _on_lost(self, peer: PeerID, _reason: str) -> None:
         # Each declaration that it made before now ends at the latest one window from now.

@@ -104,6 +104,13 @@ def test_in_a_trial_neither_the_leader_nor_who_was_missing_leads() -> None:
     assert not leaders.may_be_on_its_way(ids(60, 61), awaits=False, **late)
 
 
+@pytest.mark.parametrize(("now", "waits"), [(0.9, True), (1.1, False)])
+def test_who_was_missing_gets_a_second_to_come_to_another_leader(now: float, waits: bool) -> None:
+    """Though nobody expects it any more: else nothing would be known of it, or of the leader on trial."""
+    leaders = search(missing_twice(1, 60), 1, 61)
+    assert leaders.may_be_on_its_way(ids(61), awaits=False, joined_at=0.0, now=now) is waits
+
+
 @pytest.mark.parametrize(("came", "led_by"), [((60,), 1), ((61,), None), ((60, 61), 1)])
 def test_the_leader_on_trial_is_found_where_the_missing_peer_comes(came: Sequence[int], led_by: int | None) -> None:
     """Otherwise the missing one is to blame; the trial is over either way."""
@@ -198,6 +205,25 @@ def test_a_leader_to_which_the_others_did_not_come_kept_one_peer_for_itself(
             leaders.begun(peer_id(1), ids(1, ME, *members), 0.3 * WINDOW_S)
         avoided.append(list(memory.avoided))
     assert avoided == [[], [peer_id(1)] if avoids else []]
+
+
+def test_a_leader_that_kept_one_peer_for_half_of_a_window_is_avoided_at_once() -> None:
+    """Though that search ended without a group."""
+    memory = LeaderMemory()
+    leaders = search(memory, 1, 60, 61)
+    leaders.accepted(peer_id(1), (), 0.0)
+    leaders.look_at_others(peer_id(1))
+    leaders.gave_up(peer_id(1), (), 0.6 * WINDOW_S)
+    assert list(memory.avoided) == [peer_id(1)]
+
+
+def test_who_was_lost_and_asks_us_is_here_again() -> None:
+    """It is waited for as before."""
+    expected = Expected(lambda: ids(60), lambda *_: False, {})
+    expected.lost(peer_id(60))
+    assert not expected.not_gone(ids(60), among=1)
+    expected.came(peer_id(60))
+    assert expected.not_gone(ids(60), among=1) == ids(60)
 
 
 def test_who_is_silent_or_declines_is_not_expected() -> None:

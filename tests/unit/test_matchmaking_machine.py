@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.averaging.matchmaking.config import SETTLE_S
+from shoal.averaging.matchmaking.config import SETTLE_S, MatchmakingConfig
 from shoal.averaging.matchmaking.declarations import Memory
 from shoal.averaging.matchmaking.events import (
     Action,
@@ -42,6 +42,7 @@ from shoal.averaging.matchmaking.events import (
     Tick,
     Withdraw,
 )
+from shoal.averaging.matchmaking.followers import Followers
 from shoal.averaging.matchmaking.leaders import LeaderMemory
 from shoal.base.peer import PeerID
 from shoal.protocol.wire import Begin, Contact, JoinAccepted, JoinRedirected, JoinRefused, Member
@@ -523,6 +524,16 @@ def test_one_with_values_takes_the_place_of_an_auxiliary_peer() -> None:
     ]
 
 
+def test_a_stranger_gives_way_to_a_peer_that_is_known() -> None:
+    """The last one that came; and a stranger takes nobody's place."""
+    config = MatchmakingConfig(target_group_size=4)
+    known = Precedence(known=(peer_id(ME), peer_id(60), peer_id(63)))
+    followers = Followers(Member(contact_of(ME), True, None, b""), config, known)
+    followers.update({peer_id(number): join(number) for number in (61, 62, 60)})
+    assert followers.gives_way(join(63)) == peer_id(62)
+    assert followers.gives_way(join(64)) is None
+
+
 def test_one_with_values_makes_auxiliary_peers_a_group() -> None:
     """As soon as it is full."""
     play = Play(setup=Setup(target_group_size=3, window_s=WINDOW_S, contributes=False))
@@ -794,6 +805,13 @@ def test_silent_leader_is_left_after_the_window() -> None:
     assert isinstance(fail, Fail)
     assert "did not begin in time" in fail.reason
     assert fail.peers == (peer_id(1),)
+
+
+def test_a_leader_has_a_request_timeout_after_the_window_to_begin() -> None:
+    """Its window may end a little later than ours, and its word is on its way."""
+    play = following(1, setup=Setup(request_timeout_s=3.0))
+    assert not any(isinstance(action, LeaveLeader) for action in play.wait(WINDOW_S + 2.9))
+    assert LeaveLeader(peer_id(1)) in play.wait(WINDOW_S + 3.1)
 
 
 def test_begin_ends_the_search() -> None:

@@ -2,15 +2,15 @@
 
 `LeaderMemory` is kept from one search to the next; `Leaders` belongs to one search. A leader is
 
-- *shunned*: it has led badly (`Conduct`), or was followed in this search for long and began no group. It leads us no
-  more.
+- *shunned*: it has led badly or kept rounds waiting (`Conduct`), or was followed in this search for long and began no
+  group. It leads us no more.
 - *avoided*: others come to other groups, and not to its own, or it failed this peer again and again. That proves
   nothing. So it is followed all the same where nobody follows us, or where others send us there.
 - *on trial*: others were missing in its groups, or late. Another peer leads the next group, neither the leader nor one
   of the missing peers. If these come there, the leader is avoided.
 
-A search tells what happens, and asks few questions: whom are we not to follow, who is still expected, are we to declare
-ourselves before the others. A leader has *failed* us if we relied on it in a search, and are not in its group.
+A search tells `Leaders` what happens, and asks it few questions: does a peer lead us, which ones are expected still,
+how early do we declare ourselves? A leader has *failed* us if we relied on it in a search, and are not in its group.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import itertools
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tests.integration.forks import LIBRARIES, PRELOADED
 from tests.integration.workers import LONG_S
@@ -42,9 +44,15 @@ class Failed(Exception):
 
 
 class Ranks:
-    """The processes."""
+    """The processes.
 
-    def __init__(self) -> None:
+    Args:
+        probe_anew: each call of `shoal.zero.shard` tries its optimizer out, as in a program. Else a process tries out
+            but once what it is asked of the commonest optimizers (`_remember_findings`).
+    """
+
+    def __init__(self, *, probe_anew: bool = False) -> None:
+        self._probe_anew = probe_anew
         # One process imports torch, once for all tests, and all ranks are forked from it: an import takes seconds, and
         # so do the modules that torch imports for the first optimizer (`torch._dynamo`), and the libraries that some
         # tests use, which the ranks of each file imported anew.
@@ -77,7 +85,7 @@ class Ranks:
         """
         while len(self._idle) < ranks:
             here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process = self._context.Process(target=_serve, args=(there, self._probe_anew), daemon=True)
             process.start()
             there.close()
             self._idle.append((process, here))
@@ -125,9 +133,9 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks() -> Iterator[Ranks]:
+def ranks(*, probe_anew: bool = False) -> Iterator[Ranks]:
     """The processes, for as long as the block lasts."""
-    made = Ranks()
+    made = Ranks(probe_anew=probe_anew)
     try:
         yield made
     finally:
@@ -155,11 +163,13 @@ def wake_the_frozen() -> None:
     _pipe.send_bytes(b"wake it")
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, probe_anew: bool) -> None:
     global _pipe  # noqa: PLW0603 (one for each process)
     _pipe = pipe
     faulthandler.enable()  # an abort in C++ says at which line of Python, in each thread
     torch.set_num_threads(1)
+    if not probe_anew:
+        _remember_findings()
     while True:
         try:
             function, args, rank, count, path = pipe.recv()
@@ -184,3 +194,59 @@ def _forget_meshes() -> None:
         from torch.distributed.tensor import debug
 
         getattr(debug, "_clear_sharding_prop_cache", lambda: None)()  # torch before 2.9 has none
+
+
+def _remember_findings() -> None:
+    """Try the same optimizer of the same kinds of parameters out once in this process.
+
+    Each call of `shoal.zero.shard` steps copies of the optimizer for a tenth of a second (`shoal.zero.probe`): that was
+    half of what ranks computed. What is found depends on nothing else for these classes, whose steps draw no random
+    numbers, treat each value by itself, and are no collectives: so it does not matter that other ranks try it out.
+    """
+    import shoal.zero.memory.offload
+    import shoal.zero.sharding
+
+    sharding, offload = vars(shoal.zero.sharding), vars(shoal.zero.memory.offload)
+    for names, name in (
+        (sharding, "finding"),
+        (sharding, "why_not_sharded"),
+        (sharding, "why_not_by_rows"),
+        (offload, "tried_in_windows"),
+    ):
+        names[name] = _remembering(names[name])
+
+
+def _remembering(probe: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[object, Any] = {}
+
+    @functools.wraps(probe)
+    def found(inner: torch.optim.Optimizer, *args: Any) -> Any:
+        kinds = _kinds(inner)
+        if kinds is None:
+            return probe(inner, *args)
+        if kinds not in known:
+            known[kinds] = probe(inner, *args)
+        return known[kinds]
+
+    return found
+
+
+def _kinds(inner: torch.optim.Optimizer) -> object:
+    """What a probe of this optimizer depends on; None if that is more than its settings and kinds of parameters."""
+    if type(inner) not in (torch.optim.AdamW, torch.optim.SGD) or "step" in vars(inner) or inner.state:
+        return None
+    if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
+        return None
+    kinds: list[object] = [type(inner)]
+    for group in inner.param_groups:
+        kinds.append(repr({key: value for key, value in group.items() if key != "params"}))
+        kinds.append(frozenset(map(_kind, group["params"])))
+    return tuple(kinds)
+
+
+def _kind(each: torch.Tensor) -> tuple[object, ...]:
+    rows = None
+    if isinstance(each, DTensor):
+        ranks = each.device_mesh.size()
+        rows = (ranks, len(each) % ranks > 0, each.placements)
+    return each.ndim, each.dtype, each.device, each.requires_grad, each.numel() > 0, rows

@@ -16,7 +16,7 @@ from tests.odd_torch import ODD
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Ranks]:
     """Processes for all tests of this module."""
-    with ranks() as made:
+    with ranks(probe_anew=True) as made:
         yield made
 
 

@@ -35,7 +35,7 @@ SAMPLE = {"Adagrad", "AdamW", "Muon", "adams", "gravity", "kron", "lamb", "sched
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Ranks]:
     """Processes for all tests of this module."""
-    with ranks() as made:
+    with ranks(probe_anew=True) as made:
         yield made
 
 

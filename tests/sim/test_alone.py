@@ -414,6 +414,7 @@ def test_each_reason_says_what_to_check() -> None:
     assert not replace(CALM, given_peers=False).expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("before_s", [0.5, 6.0])
 @pytest.mark.parametrize(
     "ends", ["crashed", "vanished", "other settings", "vanished, other settings", "clients vanished", "clients crashed"]

@@ -453,6 +453,7 @@ def test_who_dies_before_the_others_knew_it_is_not_waited_for(word: str) -> None
     on_sim(scenario)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("after_s", MOMENTS_S)
 @pytest.mark.parametrize("word", ["att", "atta"])
 def test_an_auxiliary_coordinator_dies(after_s: float, word: str) -> None:

@@ -65,6 +65,7 @@ async def form_all(
     return groups_of(ends), took_s
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dht", [False, True])
 @pytest.mark.parametrize("spread_s", [0.0, 0.2])
 @pytest.mark.parametrize("count", [2, 4, 8, pytest.param(16, marks=pytest.mark.long)])

@@ -58,6 +58,7 @@ async def newcomer_s(swarm: Swarm[Node], donor: Node) -> float:
     return state.duration_s
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("hosts", [ONE_SITE, MANY_SITES], ids=["one site", "many sites"])
 @pytest.mark.parametrize("many", [1, 3, 20])
 @pytest.mark.parametrize("spare_bytes", [0, 256 * MIB], ids=["a large state", "a small state"])

@@ -75,6 +75,7 @@ def matrix(pool: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return sorted(str(each) for each in folder.iterdir())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     "count", [pytest.param(4, marks=pytest.mark.long(full=True)), pytest.param(3, marks=pytest.mark.long), 2, 1]

@@ -208,7 +208,7 @@ def _remember_findings() -> None:
     """Try the same optimizer of the same kinds of parameters out once in this process.
 
     Each call of `shoal.zero.shard` steps copies of the optimizer for a tenth of a second (`shoal.zero.probe`): that was
-    half of what ranks computed. What is found depends on nothing else for these classes, whose steps draw no random
+    a fifth of what ranks computed. What is found depends on nothing else for these classes, whose steps draw no random
     numbers, treat each value by itself, and are no collectives: so it does not matter that other ranks try it out.
     """
     import shoal.zero.memory.offload

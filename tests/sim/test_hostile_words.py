@@ -17,6 +17,7 @@ from shoal.averaging.matchmaking.hidden import HiddenPeers
 from shoal.base.peer import Address, PeerID
 from shoal.dht.node import DhtNode
 from shoal.dht.routing import id_of_key, key_of, node_id
+from shoal.dht.validation import encode_subkey, encode_value
 from shoal.protocol.wire import (
     Contact,
     DhtFind,
@@ -29,6 +30,7 @@ from shoal.protocol.wire import (
     GetManifest,
     ManifestPending,
     Progress,
+    Record,
     TellProgress,
     Trainers,
     encode,
@@ -418,3 +420,39 @@ def test_1400_made_up_records_kept_a_newcomer_beside_the_run(monkeypatch: pytest
         done.set()
 
     sim.run(main, seed=9)
+
+
+def test_whoever_filled_the_key_of_a_run_took_the_lines_of_all() -> None:
+    """Each peer reads that key about once a second, and was sent 840 kB each time. What nobody signed is not sent."""
+
+    async def main() -> None:
+        run = Run(target=1, network=SimNetwork(1, bandwidth_bytes_s=500e3, latency_s=0.02))
+        for name in NAMES:
+            await run.add(name)
+        stranger = (await liar(run, "stranger")).core
+        for name in NAMES:
+            run.swarm.spawn(name, run.trainers[name].train(4, duration_s=0.5, until=lambda: False))
+        key, expiration, value = key_of("run_progress"), stranger.env.clock.time() + 3000.0, encode_value(b"x" * 60_000)
+        records = [Record(key, encode_subkey(f"s{number}"), value, expiration, None, b"") for number in range(14)]
+
+        async def fill() -> None:
+            for name in NAMES:
+                contact = run.trainers[name].participant.core.endpoint.contact
+                for half in (records[:7], records[7:]):
+                    stored = await stranger.endpoint.call(contact, DhtStore(half), timeout_s=10.0)
+                    assert not any(stored.refused)
+
+        await sim.sleep(10.0)
+        await run.swarm.run_on("stranger", fill)
+        run.swarm.crash("stranger")
+        trainers = [run.trainers[name].participant for name in NAMES]
+        sent = [run.swarm.network.traffic(name)[0] for name in NAMES]
+        given = [each.contribution.contributed for each in trainers]
+        await sim.sleep(30.0)
+        for name, before in zip(NAMES, sent, strict=True):
+            assert run.swarm.network.traffic(name)[0] - before < 30 * 20e3
+        for each, before in zip(trainers, given, strict=True):  # 6.4 a second without a stranger
+            assert each.contribution.contributed - before > 30 * 4
+        await run.close()
+
+    sim.run(main, seed=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import tracemalloc
 from collections import Counter
 from itertools import permutations
@@ -17,6 +18,7 @@ from shoal.dht.storage import (
     RecordStore,
     StorageLimits,
     ValueWithExpiration,
+    is_of_peer,
     merge,
     record_bytes,
     value_of,
@@ -309,3 +311,21 @@ def test_negative_limits_are_refused_by_name() -> None:
     """A typing error in a setting is told when it is made."""
     with pytest.raises(ConfigError, match="key_entries"):
         StorageLimits(key_entries=-1)
+
+
+def test_what_peers_wrote_under_their_own_ids_is_found_without_the_rest() -> None:
+    """A reader that wants only that gets no other byte: anybody can fill a key with entries that nobody signed."""
+    store, rng = RecordStore(StorageLimits(key_bytes=4000)), random.Random(0)
+    for number in range(400):
+        owner = rng.choice([A, B, None])
+        subkey = encode_subkey((owner or C).to_bytes() if rng.random() < 0.5 else "text")
+        value = encode_value(b"x" * rng.choice([1, 50, PEER_ENTRY_BYTES]))
+        store.put(
+            Record(KEY, subkey, value, NOW + rng.randint(1, 90), owner, b""), rng.choice([A, B]), NOW + number / 9
+        )
+        now = NOW + number / 9
+        wanted = [each for each in store.records(KEY, now) if is_of_peer(each)]
+        assert store.records(KEY, now, of_peers=True) == wanted
+        assert store.wire_bytes(KEY, of_peers=True) == sum(map(wire_bytes, wanted))
+    assert store.records(KEY, NOW + 200, of_peers=True) == []
+    assert store.wire_bytes(KEY, of_peers=True) == 0

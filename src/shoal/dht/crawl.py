@@ -17,7 +17,7 @@ from shoal.base.tasks import Changes, Tasks, in_turns
 from shoal.dht.local import CHECKED_BYTES, Local
 from shoal.dht.lookup import Lookup
 from shoal.dht.routing import id_of_key
-from shoal.dht.storage import wins, wire_bytes
+from shoal.dht.storage import is_of_peer, wins, wire_bytes
 from shoal.errors import ClosedError, PeerError, PeerProtocolError, PeerRefused, PeerUnreachable
 from shoal.events import PeerDropped
 from shoal.protocol.wire import Contact, DhtFind, DhtFindReply, Record, Request
@@ -164,10 +164,11 @@ class Findings:
 
     Args:
         key: the wire key.
+        of_peers: only those are looked for that peers wrote under their own ids.
     """
 
-    def __init__(self, key: bytes) -> None:
-        self.key = key
+    def __init__(self, key: bytes, *, of_peers: bool = False) -> None:
+        self.key, self.of_peers = key, of_peers
         self.records: dict[bytes | None, Record] = {}
 
     def improves(self, record: Record) -> bool:
@@ -183,10 +184,11 @@ class KeySearch(Findings):
         key: the wire key.
         lookup: the lookup of its id.
         first: whether the first record found ends the search.
+        of_peers: of `Findings`.
     """
 
-    def __init__(self, key: bytes, lookup: Lookup, *, first: bool = False) -> None:
-        super().__init__(key)
+    def __init__(self, key: bytes, lookup: Lookup, *, first: bool = False, of_peers: bool = False) -> None:
+        super().__init__(key, of_peers=of_peers)
         self.lookup, self.first = lookup, first
 
     @property
@@ -265,7 +267,7 @@ class Crawler:
         self._neighbours, self._vault = local.neighbours, local.vault
         self._env, self._settings, self._own = local.env, local.settings, local.own
 
-    def search(self, key: bytes, *, count: int | None = None, first: bool = False) -> KeySearch:
+    def search(self, key: bytes, *, count: int | None = None, first: bool = False, of_peers: bool = False) -> KeySearch:
         """A search for a wire key, seeded with the nearest nodes known here."""
         target, now = id_of_key(key), asyncio.get_running_loop().time()
         self._neighbours.table.refreshed(target, now)
@@ -275,7 +277,7 @@ class Crawler:
         few = len(self._neighbours.table) <= count
         alpha = count if few and not first else self._settings.alpha
         lookup = Lookup(target, self._own, seeds, count=count, alpha=alpha)
-        return KeySearch(key, lookup, first=first)
+        return KeySearch(key, lookup, first=first, of_peers=of_peers)
 
     async def run(self, searches: Sequence[KeySearch], *, values: bool) -> None:
         """Run searches (of different keys) to their end. If it is cancelled, they hold all that was found so far."""
@@ -358,7 +360,8 @@ class Crawler:
     async def _ask(self, contact: Contact, group: list[KeySearch], run: _Run) -> list[KeySearch]:
         """Ask one node for the keys of these searches; those to ask again, whose records did not fit in the reply."""
         loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
-        reply = await self._caller.call(contact, DhtFind([search.key for search in group], run.values))
+        of_peers = all(search.of_peers for search in group)
+        reply = await self._caller.call(contact, DhtFind([search.key for search in group], run.values, of_peers))
         run.answered(loop.time() - began)
         self._neighbours.led(run.named_by.get(contact.peer), to_answer=True)
         rest = self._check_shape(contact.peer, group, reply)
@@ -393,6 +396,8 @@ class Crawler:
         async for findings, record in in_order:
             if record.key != findings.key:
                 raise self._lie(peer, "a record of another key")
+            if findings.of_peers and not is_of_peer(record):
+                raise self._lie(peer, "a record that no peer wrote under its own id, though only such were asked for")
             if not self._vault.timely(record, now) or not findings.improves(record):
                 continue
             if forged := self._vault.forged(record):

@@ -139,10 +139,12 @@ class Vault:
         """Keep a record that this node wrote, to renew it."""
         self.own.put(record, self._peer, now)
 
-    def found(self, key: bytes, records: list[Record], now: float, at: float) -> None:
+    def found(self, key: bytes, records: list[Record], now: float, at: float, *, of_peers: bool) -> None:
         """Keep the records that a `get` found for a short time. `now` is wall-clock time, `at` the other clock."""
         for record in records:
             self.cache.put(record, self._peer, now)
+        if of_peers:
+            return  # they are not all; but they need not be checked again
         self._cached_at[key] = at
         if len(self._cached_at) > 64 and len(self._cached_at) > 2 * len(self.cache):
             self._cached_at = {kept: when for kept, when in self._cached_at.items() if when > at - self._cache_s}
@@ -153,17 +155,17 @@ class Vault:
         """All that is held or was written here under a key."""
         return self.held.records(key, now) + self.own.records(key, now)
 
-    def shown(self, key: bytes, now: float) -> list[Record]:
+    def shown(self, key: bytes, now: float, *, of_peers: bool = False) -> list[Record]:
         """The records that others are shown: all that are known here, so that this node's own are found at least here.
 
         The nodes that should hold a record may all belong to one attacker, who chose their keys for that.
         """
-        held = self.held.records(key, now)
-        return held + [record for record in self.own.records(key, now) if not self.held.holds(record)]
+        held, own = self.held.records(key, now, of_peers=of_peers), self.own.records(key, now, of_peers=of_peers)
+        return held + [record for record in own if not self.held.holds(record)]
 
-    def shown_bytes(self, key: bytes) -> int:
+    def shown_bytes(self, key: bytes, *, of_peers: bool = False) -> int:
         """The size of what others are shown under a key, in a message; slightly more than it really takes."""
-        return self.held.wire_bytes(key) + self.own.wire_bytes(key)
+        return self.held.wire_bytes(key, of_peers=of_peers) + self.own.wire_bytes(key, of_peers=of_peers)
 
     def at_hand(self, key: bytes, now: float, at: float) -> list[Record]:
         """Records that answer a `get` without asking anyone; empty if it takes others.

@@ -305,13 +305,12 @@ class DhtNode:
         record = self._record(item)
         if refusal := self._refusal(item, record):
             raise ConfigError(refusal)
-        exchange = StoreAndFind(record)
+        exchange = StoreAndFind(record, of_peers=item.subkey == self.peer_id)
         await self._operate(self._publisher.exchange(exchange), timeout_s)
         now = self._env.clock.time()
         if stored := exchange.copies[0] > 0:
             self._vault.wrote(exchange.record, now)
-        of_peers = item.subkey == self.peer_id
-        return stored, await self._value_of(self._all_known(exchange, now), now, of_peers=of_peers)
+        return stored, await self._value_of(self._all_known(exchange, now), now, of_peers=exchange.of_peers)
 
     def _record(self, item: Item) -> Record:
         key = key_of(_checked_key(item.key))
@@ -375,7 +374,7 @@ class DhtNode:
             at_hand = [] if latest else self._vault.at_hand(name, now, at)
             shown[name] = await self._value_of(at_hand, now, of_peers=of_peers)
             if shown[name] is None:
-                searches[name] = self._crawler.search(name, first=not latest)
+                searches[name] = self._crawler.search(name, first=not latest, of_peers=of_peers)
         if searches:
             await self._operate(self._crawler.find_values(list(searches.values())), timeout_s)
         now = self._env.clock.time()
@@ -391,7 +390,8 @@ class DhtNode:
         """The records found under a key, which are kept for a while, together with the records held here."""
         found = list(findings.records.values())
         if found:
-            self._vault.found(findings.key, found, now, asyncio.get_running_loop().time())
+            at = asyncio.get_running_loop().time()
+            self._vault.found(findings.key, found, now, at, of_peers=findings.of_peers)
         return [*found, *self._vault.known(findings.key, now)]
 
     # ---------------------------------------------------------------------------------------------------------- looking

@@ -47,14 +47,15 @@ class StoreAndFind(Findings):
 
     Args:
         record: the record, checked.
+        of_peers: of `Findings`.
 
     Attributes:
         copies: one number: how many nodes hold the record now.
         answered: done once one of the other nodes has answered.
     """
 
-    def __init__(self, record: Record) -> None:
-        super().__init__(record.key)
+    def __init__(self, record: Record, *, of_peers: bool) -> None:
+        super().__init__(record.key, of_peers=of_peers)
         self.record, self.copies = record, [0]
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -179,9 +180,8 @@ class Publisher:
             For each record: empty if the node holds it now, else why not; None if the call failed.
         """
         try:
-            reply = await self._caller.call(
-                contact, DhtStore(list(records), None if exchange is None else exchange.key)
-            )
+            wanted = (None, False) if exchange is None else (exchange.key, exchange.of_peers)
+            reply = await self._caller.call(contact, DhtStore(list(records), *wanted))
             if len(reply.refused) != len(records):
                 raise PeerProtocolError(f"{len(reply.refused)} answers for {len(records)} records", contact.peer)
             if exchange is not None:

@@ -73,15 +73,18 @@ class Service:
         now = self._env.clock.time()
         room = left = self._endpoint.limits.header_bytes - _SPARE_BYTES
         found: list[DhtFound] = []
+        of_peers = request.of_peers
         for number, key in enumerate(request.keys):
             nearest = self._neighbours.table.nearest(id_of_key(key), self._bucket_size, without=peer)
-            size = sum(map(_contact_bytes, nearest)) + (self._vault.shown_bytes(key) if request.values else 0)
+            size = sum(map(_contact_bytes, nearest))
+            size += self._vault.shown_bytes(key, of_peers=of_peers) if request.values else 0
             # The first key always gets its answer, so that asking again gets on. Records that do not fit are not even
             # looked at: a key may have thousands, and be asked for 64 times.
             if number and size > left:
                 found.append(DhtFound([], [], True))
             else:
-                found.append(DhtFound(self._vault.shown(key, now) if request.values else [], nearest))
+                records = self._vault.shown(key, now, of_peers=of_peers) if request.values else []
+                found.append(DhtFound(records, nearest))
                 left -= size
         self._charge(peer, room - left)
         return DhtFindReply(found)
@@ -101,18 +104,18 @@ class Service:
         if len(request.records) > _CHECKED_AT_ONCE or sum(map(wire_bytes, request.records)) > CHECKED_BYTES:
             return self._store_many(peer, request)
         refused = [self._hold(peer, record) for record in request.records]
-        return DhtStoreReply(refused, self._shown(peer, request.find))
+        return DhtStoreReply(refused, self._shown(peer, request))
 
     async def _store_many(self, peer: PeerID, request: DhtStore) -> DhtStoreReply:
         in_order = in_turns(request.records, _CHECKED_AT_ONCE, CHECKED_BYTES, wire_bytes)
         refused = [self._hold(peer, record) async for record in in_order]
-        return DhtStoreReply(refused, self._shown(peer, request.find))
+        return DhtStoreReply(refused, self._shown(peer, request))
 
-    def _shown(self, peer: PeerID, key: bytes | None) -> list[Record]:
+    def _shown(self, peer: PeerID, request: DhtStore) -> list[Record]:
         """The records that a storing peer is shown under the key that it asks for."""
-        if key is None:
+        if request.find is None:
             return []
-        records = self._vault.shown(key, self._env.clock.time())
+        records = self._vault.shown(request.find, self._env.clock.time(), of_peers=request.of_peers)
         self._charge(peer, sum(map(wire_bytes, records)))
         return records
 

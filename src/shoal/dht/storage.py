@@ -34,6 +34,7 @@ __all__ = [
     "RecordStore",
     "StorageLimits",
     "ValueWithExpiration",
+    "is_of_peer",
     "merge",
     "record_bytes",
     "value_of",
@@ -137,7 +138,7 @@ def value_of(records: Iterable[Record], now: float, *, of_peers: bool = False) -
     plain: ValueWithExpiration | None = None
     entries: dict[Subkey, ValueWithExpiration] = {}
     for subkey, record in merge(record for record in records if record.expiration > now).items():
-        if of_peers and not _is_of_peer(record):
+        if of_peers and not is_of_peer(record):
             continue
         try:
             shown = ValueWithExpiration(decode_value(record.value), record.expiration)
@@ -153,7 +154,8 @@ def value_of(records: Iterable[Record], now: float, *, of_peers: bool = False) -
     return plain if plain is not None and plain.expiration_time > latest else ValueWithExpiration(entries, latest)
 
 
-def _is_of_peer(record: Record) -> bool:
+def is_of_peer(record: Record) -> bool:
+    """Whether a peer wrote this entry under its own id, of at most `PEER_ENTRY_BYTES`: shoal itself reads no others."""
     named = record.owner is not None and record.subkey == encode_subkey(record.owner)
     return named and len(record.value) <= PEER_ENTRY_BYTES
 
@@ -180,6 +182,8 @@ class RecordStore:
         self._fair = fair
         self._keys: dict[bytes, dict[bytes | None, _Entry]] = {}
         self._key_bytes: dict[bytes, int] = {}
+        self._of_peers: dict[bytes, dict[bytes | None, _Entry]] = {}  # see `is_of_peer`: all that shoal itself reads
+        self._of_peers_bytes: dict[bytes, int] = {}
         self._owner_bytes: dict[PeerID, int] = {}
         self._source_bytes: dict[PeerID, int] = {}
         self._crowded: dict[bytes, dict[PeerID, int]] = {}  # see `_sources_of`
@@ -193,14 +197,14 @@ class RecordStore:
 
     # ------------------------------------------------------------------------------------------------------- reading
 
-    def records(self, key: bytes, now: float) -> list[Record]:
-        """The unexpired records of one key."""
+    def records(self, key: bytes, now: float, *, of_peers: bool = False) -> list[Record]:
+        """The unexpired records of one key; or only those that peers wrote under their own ids."""
         self.purge(now)
-        return [held.record for held in self._keys.get(key, {}).values()]
+        return [held.record for held in (self._of_peers if of_peers else self._keys).get(key, {}).values()]
 
-    def wire_bytes(self, key: bytes) -> int:
-        """The size of the records of one key in a message, expired ones that were not yet dropped included."""
-        return self._key_bytes.get(key, 0)
+    def wire_bytes(self, key: bytes, *, of_peers: bool = False) -> int:
+        """The size of `records` in a message, expired ones that were not yet dropped included."""
+        return (self._of_peers_bytes if of_peers else self._key_bytes).get(key, 0)
 
     def holds(self, record: Record) -> bool:
         """Whether exactly this record is here: then it was checked before."""
@@ -335,6 +339,9 @@ class RecordStore:
     def _insert(self, held: _Entry) -> None:
         record = held.record
         self._keys.setdefault(record.key, {})[record.subkey] = held
+        if is_of_peer(record):
+            self._of_peers.setdefault(record.key, {})[record.subkey] = held
+            _add(self._of_peers_bytes, record.key, wire_bytes(record))
         self._account(held, 1)
         self._count += 1
         self._serial += 1
@@ -348,6 +355,10 @@ class RecordStore:
             return
         if not slots:
             del self._keys[key]
+        if (of_peers := self._of_peers.get(key)) is not None and of_peers.pop(subkey, None) is not None:
+            _add(self._of_peers_bytes, key, -wire_bytes(held.record))
+            if not of_peers:
+                del self._of_peers[key]
         self._account(held, -1)
         self._count -= 1
 

@@ -616,10 +616,12 @@ class DhtFind(Request[DhtFindReply], frozen=True):
     Attributes:
         keys: the keys that are looked up.
         values: records are wanted, too. Otherwise only nodes are.
+        of_peers: of the records only those are wanted that peers wrote under their own ids, of at most 8 KiB.
     """
 
     keys: Annotated[list[Key], msgspec.Meta(max_length=64)]
     values: bool = True
+    of_peers: bool = False
 
 
 class DhtStoreReply(Message, frozen=True):
@@ -640,10 +642,12 @@ class DhtStore(Request[DhtStoreReply], frozen=True):
     Attributes:
         records: the records that are to be held until they expire.
         find: once the records are held, return what is held for this key.
+        of_peers: see `DhtFind`.
     """
 
     records: Annotated[list[Record], msgspec.Meta(max_length=256)]
     find: Key | None = None
+    of_peers: bool = False
 
 
 # --------------------------------------------------------------------------------------------------------- matchmaking

@@ -24,6 +24,7 @@ from shoal.averaging.core import PeerCore
 from shoal.base.bounded import bound, put_last
 from shoal.base.peer import PEER_ID_BYTES, PeerID
 from shoal.base.tasks import Changes, in_turns
+from shoal.dht.storage import PEER_ENTRY_BYTES
 from shoal.errors import ClosedError, ConfigError, PeerError, ShoalError
 from shoal.events import PeerDropped, Warned
 from shoal.protocol.wire import (
@@ -82,6 +83,9 @@ _READ_BY_MERGERS = 4
 
 _LIVES = 1.5
 """A record lives for this number of periods of writing and reading."""
+
+_READ_BYTES_PER_S = 64 << 10
+"""At most so much is read from the DHT, whoever fills it. The words of a thousand peers stay below that."""
 
 _LOOKS_AT_OTHER_SETTINGS = 5
 """Records of peers with other settings are renewed within 4 of them if the peers live."""
@@ -158,6 +162,7 @@ class ProgressGossip:
         self._told_peers: tuple[PeerID, ...] = ()
         self._waking: asyncio.TimerHandle | None = None
         self._called, self._tell_again_at = b"", 0.0  # at which state all were told that there is enough, and when next
+        self._read_bytes = 0  # by the last look
         self._found_at = self._asked_at = float("-inf")  # the last time that the DHT showed somebody new; and of `ask`
         self._doubts = Changes()  # of what we know: somebody may be there who is not known here
         self._complete = b""  # the state of which we know that there is enough, and that everybody is here
@@ -401,16 +406,17 @@ class ProgressGossip:
                 self.looked.set()
             self._news.notify()
             self._set_lifetime()
+            least_s = look_s(len(self._known.peers)) / 10
             found_lately = asyncio.get_running_loop().time() < self._found_at + _FOUND_S
             if found_lately or not self.looked.is_set():
-                pause_s = max(self._publish_period_s / 2, look_s(len(self._known.peers)) / 10)
+                pause_s = max(self._publish_period_s / 2, least_s)
             elif len(self._known.peers) <= FEW:
                 pause_s = self._read_rarely * self._publish_period_s / 2
             else:
                 pause_s = self._about(self._look_s())
-            least_s = min(pause_s, look_s(len(self._known.peers)) / 10)
+            least_s = max(min(pause_s, least_s), self._read_bytes / _READ_BYTES_PER_S)
             await asyncio.sleep(least_s)
-            await self._doubts.after(doubts, pause_s - least_s)
+            await self._doubts.after(doubts, max(0.0, pause_s - least_s))
 
     def _set_lifetime(self) -> None:
         """Words count until they should have been said again, and records are kept for as long."""
@@ -425,6 +431,7 @@ class ProgressGossip:
         with self._warning_once("the progress of the others could not be read from the DHT"):
             found = await self._core.node.get(self._key, latest=True, of_peers=True)
             entries = found.value if found is not None and isinstance(found.value, dict) else {}
+            self._read_bytes = sum(_size_of(entry.value) for entry in entries.values())
             async for subkey, entry in in_turns(entries.items(), _HEARD_AT_ONCE):
                 with self._dropped_if_bad(subkey):
                     progress = decode(entry.value, Progress)
@@ -743,3 +750,8 @@ def _place(progress: Progress) -> tuple[object, ...]:
     """
     said = progress.end_epoch, progress.left, progress.parameters
     return progress.digest, progress.branch_samples, *said, progress.done
+
+
+def _size_of(entry: object) -> int:
+    """The bytes of an entry that was read: words are bytes, and anything else may be as large as an entry can be."""
+    return len(entry) if isinstance(entry, bytes) else PEER_ENTRY_BYTES

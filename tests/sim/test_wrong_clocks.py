@@ -10,7 +10,10 @@ import pytest
 from shoal import sim
 from shoal.base.clock import SharedClock, SystemClock
 from shoal.events import EpochAdvanced, Event, SteppedAlone, Warned
+from shoal.protocol.wire import Beat, BeatReply
+from shoal.rpc.link import CallLink
 from tests.sim.optimizer_kit import Run, Trainer
+from tests.sim.rpc_kit import Say, SimNet, echo, on_sim
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
 
@@ -290,3 +293,148 @@ def test_a_clock_that_is_set_forward_follows_the_others() -> None:
     assert shared.time() == pytest.approx(own.time() - HOUR_S, abs=1.0)
     assert shared.take_set_s() == pytest.approx(HOUR_S, abs=1.0)  # forward by two, back by one
     assert shared.take_set_s() == 0.0
+
+
+def set_forward(*told: tuple[str, str], by_s: float = 2 * HOUR_S) -> SharedClock:
+    """A clock that was set forward after these peers had told their times, each at its host."""
+    own = Jumping()
+    shared = SharedClock(own, settled=True)
+    for name, host in told:
+        shared.told(name, host, 0.0)
+    own.ahead_s = by_s
+    assert shared.known_time() is None  # others are not told a time that may be false
+    return shared
+
+
+@pytest.mark.parametrize("keys", [1, 4])
+@pytest.mark.parametrize("answers", [True, False], ids=["tell no time", "do not answer"])
+def test_a_strangers_keys_kept_a_machine_whose_clock_was_set_in_doubt(
+    keys: int, answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They counted without end as peers that will still tell; meanwhile others were told the false time."""
+    mute = list[SharedClock]()
+
+    def answer(link: CallLink, beat: Beat) -> None:
+        if link._links.clocks.ours not in mute:
+            real(link, beat)
+        elif answers:
+            link.post(BeatReply(beat.time, None))
+
+    real = CallLink._answer_beat
+    monkeypatch.setattr(CallLink, "_answer_beat", answer)
+
+    async def scenario(net: SimNet) -> None:
+        machine, honest = await net.peer("p0"), await net.peer("p1")
+        strangers = [await net.peer(f"h{number}.evil.org") for number in range(keys)]
+        machine.endpoint.serve(Say, echo)
+        others = (honest, *strangers)
+        for each in others:
+            await each.endpoint.call(machine.contact, Say("x"), timeout_s=5.0)
+        clock = machine.endpoint.clock
+        await sim.sleep(15.0)
+        assert None not in [clock.offset_s(each.peer_id) for each in others]
+        mute.extend(each.endpoint.clock for each in strangers)
+        before_s = clock.time() - asyncio.get_running_loop().time()
+        clock.own._offset_s += 2 * HOUR_S  # type: ignore[attr-defined]
+        for _ in range(15):
+            await sim.sleep(2.0)
+            for each in others:  # all stay connected
+                await each.endpoint.call(machine.contact, Say("x"), timeout_s=5.0)
+        assert not clock.in_doubt
+        assert clock.time() - asyncio.get_running_loop().time() == pytest.approx(before_s, abs=1.0)
+        (warning,) = machine.seen(Warned)
+        assert warning.message.startswith("the clock of this machine was set forward by 7200 s")
+        assert not honest.seen(Warned)
+
+    on_sim(scenario)
+
+
+def test_free_keys_of_one_host_had_many_votes_on_a_clock_that_jumped() -> None:
+    """Four keys that answered first were more than half, and decided; and what a host tells counts once."""
+    shared = set_forward(("a", "host a"), ("b", "host b"), *((f"key {n}", "evil") for n in range(4)))
+    for number in range(4):
+        assert not shared.told(f"key {number}", "evil", 0.0)
+        assert shared.in_doubt
+    shared.told("a", "host a", -2 * HOUR_S)
+    assert shared.in_doubt  # one to one: the third host decides
+    shared.told("b", "host b", -2 * HOUR_S)
+    assert shared.take_set_s() == pytest.approx(2 * HOUR_S, abs=1.0)
+
+
+def test_fresh_hosts_hold_no_vote_up_beside_sixteen_older_ones() -> None:
+    """However many strangers are connected and say nothing, the longest connected hosts decide, also after a jump."""
+    hosts = [(f"{number}", f"host {number}") for number in range(SharedClock.VOTERS + 100)]
+    shared = set_forward(*hosts)
+    for name, host in (*hosts[SharedClock.VOTERS :], *hosts[: SharedClock.VOTERS // 2 + 1]):
+        assert shared.in_doubt
+        shared.told(name, host, 0.0 if int(name) >= SharedClock.VOTERS else -2 * HOUR_S)
+    assert not shared.in_doubt
+    assert shared.take_set_s() == pytest.approx(2 * HOUR_S, abs=1.0)
+
+
+def test_only_those_whose_word_counts_are_waited_for_after_a_jump() -> None:
+    """Three hosts of strangers that answer first decided which of the two it was."""
+    shared = set_forward(("a", "host a"), *((f"{number}", f"host {number}") for number in range(3)))
+    shared.heed(lambda: ["a"])
+    for number in range(3):
+        shared.told(f"{number}", f"host {number}", 0.0)
+        assert shared.in_doubt
+    shared.told("a", "host a", -2 * HOUR_S)
+    assert shared.take_set_s() == pytest.approx(2 * HOUR_S, abs=1.0)
+
+
+def test_a_peer_that_is_gone_or_knows_no_time_lets_the_others_decide_at_once() -> None:
+    """The vote was counted only when the next one told its time, a minute later."""
+    for leave in (SharedClock.forget, SharedClock.abstained):
+        shared = set_forward(("a", "host a"), ("b", "host b"))
+        shared.told("a", "host a", -2 * HOUR_S)
+        assert shared.in_doubt
+        leave(shared, "b")
+        assert not shared.in_doubt
+        assert shared.take_set_s() == pytest.approx(2 * HOUR_S, abs=1.0)
+
+
+def test_two_machines_that_sleep_together_do_not_wait_for_each_other_for_ever() -> None:
+    """Neither tells its time while it is in doubt. When each has heard that, both go by their clocks, and compare."""
+    one, other = set_forward(("peer", "host")), set_forward(("peer", "host"))
+    one.abstained("peer")
+    other.abstained("peer")
+    assert one.known_time() == pytest.approx(other.known_time(), abs=1.0)
+    assert not one.told("peer", "host", 0.0)
+    assert one.take_set_s() == one.ahead_s == 0.0
+
+
+def test_a_second_jump_while_nobody_is_connected_counts() -> None:
+    """Of two jumps only the first one was explained: the rest was taken for a wrong clock."""
+    own = Jumping()
+    shared = SharedClock(own, settled=True)
+    shared.told("a", "host a", 0.0)
+    for hours in (1, 2):
+        own.ahead_s = hours * HOUR_S
+        shared.time()
+        shared.forget("a")
+    shared.told("a", "host a", -2 * HOUR_S)
+    assert shared.take_set_s() == pytest.approx(2 * HOUR_S, abs=1.0)
+
+
+def test_a_right_peer_was_said_to_be_no_seconds_behind() -> None:
+    """The difference was that to the machine's clock, not to the network's; and keys of one host agreed many times."""
+
+    async def scenario(net: SimNet) -> None:
+        peer, right = await net.peer("p0"), await net.peer("p1")
+        strangers = [await net.peer(f"h{number}.evil.org") for number in range(3)]
+        peer.endpoint.serve(Say, echo)
+        for each in (peer, *strangers):
+            each.endpoint.clock.ahead_s = 7200.0
+        for each in (*strangers, right):
+            await each.endpoint.call(peer.contact, Say("x"), timeout_s=5.0)
+            await sim.sleep(1.0)
+        (warning,) = peer.seen(Warned)
+        said = f"the clock of {right.peer_id.short()} is 7200 s behind the network's: that one is wrong"
+        assert warning.message == f"{said}, as 1 of 1 other hosts agree with us"
+        assert peer.endpoint.clock_ahead_s == pytest.approx(-3600.0, abs=1.0)  # of two hosts, not of four keys
+        right.endpoint.clock.known_time = lambda: None  # type: ignore[method-assign]
+        await sim.sleep(90.0)
+        assert peer.endpoint.clock_ahead_s == pytest.approx(-7200.0, abs=1.0)  # no time is not the same time
+
+    on_sim(scenario)

@@ -101,8 +101,9 @@ class SharedClock:
 
     A machine's clock may be set while we run. If it is set back, the network's time goes on here as if nothing had
     happened: nobody else need hear of it. If it jumps forward, it was set, or the machine has slept, and what others
-    told before says nothing any more. They are asked anew: the answer of more than half of them tells which of the two
-    it was. Until then nobody is judged by this clock.
+    told before says nothing any more. They are asked anew. What more than half of their hosts tell decides which of the
+    two it was; a host that does not know the time, or does not answer, has no vote. Until then nobody is judged by this
+    clock, and others are not told its time.
 
     Args:
         own: the clock of this machine.
@@ -123,9 +124,11 @@ class SharedClock:
         self.ahead_s = self._set_s = 0.0
         self._never_set_s = 0.0  # how far our own clock would be ahead of what it shows, had nobody set it
         self._gap_s = own.time() - own.monotonic()
-        self._hosts: dict[str, dict[Hashable, float]] = {}  # what their peers told; the longest connected one first
+        # What their peers tell, the longest connected host first; None: it told once, and does not now.
+        self._hosts: dict[str, dict[Hashable, float | None]] = {}
         self._host_of: dict[Hashable, str] = {}
-        self._forward_s, self._before = 0.0, set[Hashable]()  # a jump that nobody has explained; who told before it
+        self._forward_s, self._awaited = 0.0, set[Hashable]()  # a jump that nobody has explained; who still may
+        self._trusted: Callable[[], Collection[Hashable]] = tuple
 
     def time(self) -> float:
         own_s, before_s = self.own.time(), self._gap_s
@@ -134,18 +137,21 @@ class SharedClock:
             self._jumped(by_s)
         return own_s + self.ahead_s
 
+    def known_time(self) -> float | None:
+        """The network's time, for others; None while this peer does not know it."""
+        now = self.time()
+        return now if self.settled and not self.in_doubt else None
+
     def _jumped(self, by_s: float) -> None:
         self.jumps += 1
         if by_s < 0:
             self._was_set(by_s)
-            for told in self._hosts.values():
-                for peer in told:
-                    told[peer] -= by_s
-        elif self._host_of:
+        elif self._host_of or self._forward_s:
             self._forward_s += by_s
-            self._before.update(self._host_of)
-            self._hosts.clear()
-            self._host_of.clear()
+            self._awaited.update(self._host_of)
+        for told in self._hosts.values():
+            for peer, ahead_s in told.items():
+                told[peer] = ahead_s - by_s if ahead_s is not None and by_s < 0 else None
 
     def _was_set(self, by_s: float) -> None:
         self._set_s += by_s
@@ -161,33 +167,31 @@ class SharedClock:
     @property
     def in_doubt(self) -> bool:
         """Whether the machine's clock has jumped forward, and it is not known whether the machine has slept."""
-        return self._forward_s > 0
+        return bool(self._awaited)
 
     def monotonic(self) -> float:
         return self.own.monotonic()
 
-    def told(
-        self, peer: Hashable, host: str, ahead_s: float, *, trusted: Callable[[], Collection[Hashable]] = tuple
-    ) -> bool:
+    def heed(self, trusted: Callable[[], Collection[Hashable]]) -> None:
+        """Where times differ, let only the peers vote that this returns, if it returns any that have told a time."""
+        self._trusted = trusted
+
+    def told(self, peer: Hashable, host: str, ahead_s: float) -> bool:
         """Take in how far a peer finds the network's time ahead of our own clock; True if our time changes by that.
 
         Args:
             peer: the peer.
             host: where it is: peers of one host have one vote.
             ahead_s: seconds.
-            trusted: returns the connected peers whose word counts.
         """
         self.time()
         if self._host_of.get(peer, host) != host:
             self.forget(peer)
         self._host_of[peer] = host
         self._hosts.setdefault(host, {})[peer] = ahead_s
-        if self._forward_s:
-            if self._before and 2 * len(self._before.intersection(self._host_of)) <= len(self._before):
-                return False
-            self._explain(self._votes(trusted))
-        votes = self._votes(trusted)
-        if not votes or not self._is_plausible(ahead_s):
+        self._answered(peer)
+        votes = self.told_s(plausible=True)
+        if self.in_doubt or not votes or not self._is_plausible(ahead_s):
             return False
         if self.settled:
             votes.append(self.ahead_s)
@@ -198,37 +202,79 @@ class SharedClock:
         self.ahead_s = median_s
         return True
 
-    def _explain(self, votes: Collection[float]) -> None:
-        """Others have told their times since our clock has jumped forward: it was set, or the machine has slept."""
-        by_s, self._forward_s = self._forward_s, 0.0
-        self._before.clear()
-        if 2 * sum(vote < self.ahead_s - by_s / 2 for vote in votes) > len(votes):
-            self._was_set(by_s)
+    def abstained(self, peer: Hashable) -> None:
+        """A peer has answered that it does not know the time: it has no vote until it tells one."""
+        if (host := self._host_of.get(peer)) is not None:
+            self._hosts[host][peer] = None
+        self._answered(peer)
+
+    def wait_no_more(self) -> None:
+        """End a doubt without those that have not answered."""
+        self._awaited.clear()
+        self._explain()
+
+    def _answered(self, peer: Hashable) -> None:
+        self._awaited.discard(peer)
+        self._explain()
+
+    def _explain(self) -> None:
+        """If our clock has jumped forward: it was set, or the machine has slept, once the votes decide which."""
+        if not self._forward_s:
+            return
+        votes = self._votes(self._is_plausible)
+        told = [vote for vote in votes.values() if vote is not None]
+        were_set = sum(vote < self.ahead_s - self._forward_s / 2 for vote in told)
+        was_set = 2 * were_set > len(votes)
+        if was_set or 2 * (len(told) - were_set) > len(votes) or (told and len(told) == len(votes)):
+            by_s, self._forward_s = self._forward_s, 0.0
+            self._awaited.clear()
+            if was_set:
+                self._was_set(by_s)
 
     def _is_plausible(self, ahead_s: float) -> bool:
         expected_s = (self._never_set_s, self._never_set_s - self._forward_s)
         return any(abs(ahead_s - each) <= self.FURTHEST_S for each in expected_s)
 
-    def _votes(self, trusted: Callable[[], Collection[Hashable]]) -> list[float]:
-        heard = [{p: s for p, s in told.items() if self._is_plausible(s)} for told in self._hosts.values()]
-        votes = [_middle(told.values()) for told in heard if told][: self.VOTERS]
-        if any(abs(vote - self.ahead_s) > self.TOLERANCE_S for vote in votes):
-            count = frozenset(trusted())
-            counted = [[told[each] for each in told.keys() & count] for told in heard]
-            votes = [_middle(told) for told in counted if told][: self.VOTERS] or votes
+    def _votes(self, counts: Callable[[float], bool]) -> dict[str, float | None]:
+        """What the hosts tell that vote, of the times that count; None for a host that is waited for after a jump."""
+        votes = self._of_hosts(counts, self._host_of)
+        if any(vote is None or abs(vote - self.ahead_s) > self.TOLERANCE_S for vote in votes.values()):
+            votes = self._of_hosts(counts, frozenset(self._trusted())) or votes
         return votes
 
+    def _of_hosts(self, counts: Callable[[float], bool], peers: Collection[Hashable]) -> dict[str, float | None]:
+        votes = dict[str, float | None]()
+        for host, told in self._hosts.items():
+            among = {peer: ahead_s for peer, ahead_s in told.items() if peer in peers}
+            heard = [ahead_s for ahead_s in among.values() if ahead_s is not None and counts(ahead_s)]
+            if heard or not self._awaited.isdisjoint(among):
+                votes[host] = _middle(heard) if heard else None
+            if len(votes) == self.VOTERS:
+                break
+        return votes
+
+    def told_s(self, *, but: Hashable = None, plausible: bool = False) -> list[float]:
+        """How far each host that votes finds the network's time ahead of our own clock.
+
+        Args:
+            but: leave out the host of this peer.
+            plausible: leave out times that are never followed.
+        """
+        votes = self._votes(self._is_plausible if plausible else lambda _: True)
+        left_out = self._host_of.get(but)
+        return [vote for host, vote in votes.items() if vote is not None and host != left_out]
+
     def offset_s(self, peer: Hashable) -> float | None:
-        """How far this peer finds the network's time ahead of our own clock; None if it has not told since a jump."""
+        """How far this peer finds the network's time ahead of our own clock; None if it does not tell (any more)."""
         return self._hosts[host][peer] if (host := self._host_of.get(peer)) is not None else None
 
     def forget(self, peer: Hashable) -> None:
         """Forget the time of a peer that is no longer connected."""
-        self._before.discard(peer)
         if (host := self._host_of.pop(peer, None)) is not None:
             del self._hosts[host][peer]
             if not self._hosts[host]:
                 del self._hosts[host]
+        self._answered(peer)
 
 
 def _middle(values: Collection[float]) -> float:

@@ -449,7 +449,8 @@ class BeatReply(Message, frozen=True):
 
     Attributes:
         asked: the time in the `Beat`.
-        time: the network's time as the answerer knows it, seconds; None while it is joining and does not know it.
+        time: the network's time as the answerer knows it, seconds; None while it does not know it: it is joining, or
+            the clock of its machine has jumped forward.
         process: names the process that answers, among all that have its key.
     """
 

@@ -160,7 +160,7 @@ class Endpoint:
 
     @property
     def clock_ahead_s(self) -> float:
-        """How far our machine's clock is ahead of the connected peers' clocks (median), seconds; 0.0 without peers."""
+        """How far our machine's clock is ahead of those of the connected hosts (median), seconds; 0.0 without any."""
         return self._links.clocks.ahead_s
 
     @property

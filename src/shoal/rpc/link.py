@@ -298,24 +298,25 @@ class CallLink:
                 self._lose(PeerUnreachable(THE_PEER_LEFT if message.leaving else "idle link closed", self.peer_id))
 
     def _answer_beat(self, beat: Beat) -> None:
-        clock, process = self._links.clocks.ours, self._links.twins.process
-        self.post(BeatReply(beat.time, clock.time() if clock.settled else None, process))
+        self.post(BeatReply(beat.time, self._links.clocks.ours.known_time(), self._links.twins.process))
         self._links.twins.told(self.peer_id, has_twin=beat.twin)
 
     def _take_beat(self, reply: BeatReply) -> None:
         jumps, asked_at = self._asked.pop(reply.asked, (None, -math.inf))
         self.process = reply.process
         self._links.twins.answered(self.peer_id, reply.process, asked_at)
-        if jumps is not None and reply.time is not None:  # None: it is joining, and does not know
-            self._compare_clocks(reply.asked, reply.time, jumps)
-
-    def _compare_clocks(self, asked: float, theirs: float, jumps: int) -> None:
-        """Compare clocks. Differences below the time of the answer do not count: either side may have stood still."""
         clock = self._links.clocks.ours
         clock.time()
         if jumps != clock.jumps:
-            return  # our own clock has jumped meanwhile: the two times are not comparable
-        now = clock.own.time()
+            return  # it answers nothing that we asked, or our clock has jumped since: the times are not comparable
+        if reply.time is None:
+            self._links.clocks.abstained(self.peer_id)
+        else:
+            self._compare_clocks(reply.asked, reply.time)
+
+    def _compare_clocks(self, asked: float, theirs: float) -> None:
+        """Compare clocks. Differences below the time of the answer do not count: either side may have stood still."""
+        now = self._links.clocks.ours.own.time()
         offset_s, error_s = theirs - (asked + now) / 2, abs(now - asked) / 2
         self._links.clocks.told(self.connection, math.copysign(max(0.0, abs(offset_s) - error_s), offset_s))
 

@@ -25,7 +25,6 @@ class HiddenPeers:
         known: the declarations that are known.
         followers: the peers that have come; others change it.
         contact_of: returns what is known of a peer's addresses.
-        never_leads: whether a peer never leads us.
     """
 
     def __init__(
@@ -34,18 +33,19 @@ class HiddenPeers:
         known: KnownDeclarations,
         followers: Mapping[PeerID, object],
         contact_of: Callable[[PeerID], Contact],
-        never_leads: Callable[[PeerID], bool],
     ) -> None:
-        self._me, self._known, self._followers = me, known, followers
-        self._contact_of, self._never_leads = contact_of, never_leads
+        self._me, self._known, self._followers, self._contact_of = me, known, followers, contact_of
         self._asked: list[PeerID] = []
         self._asked_at = -math.inf
 
-    def next_to_ask(self, expected: frozenset[PeerID], declared_at: float, now: float) -> Contact | None:
+    def next_to_ask(
+        self, expected: frozenset[PeerID], never_leads: Callable[[PeerID], bool], declared_at: float, now: float
+    ) -> Contact | None:
         """Return the one to ask now, as most have neither come here nor declared themselves; None: nobody.
 
         Args:
             expected: the peers that are expected.
+            never_leads: whether a peer never leads us.
             declared_at: when we declared ourselves.
             now: loop time, seconds.
         """
@@ -55,7 +55,7 @@ class HiddenPeers:
         hidden = expected - seen - self._followers.keys()
         if 2 * len(hidden) <= len(expected):
             return None
-        able = [peer for peer in hidden if not self._known.is_set_aside(peer, now) and not self._never_leads(peer)]
+        able = [peer for peer in hidden if not self._known.is_set_aside(peer, now) and not never_leads(peer)]
         able.sort(key=lambda peer: (self._asked.count(peer), peer < self._me, peer))
         contact = next((contact for contact in map(self._contact_of, able) if contact.addresses), None)
         if contact is not None:

@@ -122,7 +122,7 @@ class GroupMachine:
         self._followers = Followers(member, config, precedence)
         self._expected = Expected(expected, is_silent, self._followers)
         self._leaders = Leaders(self._me, config, memory.leaders, self._expected, shunned=precedence.shunned, now=now)
-        self._hidden = HiddenPeers(self._me, self._known, self._followers, contact_of, self._leads_before)
+        self._hidden = HiddenPeers(self._me, self._known, self._followers, contact_of)
         self._window = Window(config, memory, now=now, deadline_s=deadline_s, one_window=one_window)
         self._out: list[events.Action] = []
         self.phase, self._cause = SearchPhase.LOOKING, "start"
@@ -486,7 +486,9 @@ class GroupMachine:
         may_start = self._followers.can_start and not earlier and expected is None
         if leader is not None and not self._poller.is_outdated(now):
             self._ask(leader.contact)
-        elif hidden := self._hidden.next_to_ask(expected or frozenset(), self._poller.declared_at, now):
+        elif hidden := self._hidden.next_to_ask(
+            expected or frozenset(), self._leads_before, self._poller.declared_at, now
+        ):
             self._ask(hidden)
         elif may_start and self._poller.all_joined(self._followers, now, lambda peer: self._is_silent(peer, False)):
             self._start()

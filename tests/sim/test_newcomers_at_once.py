@@ -289,7 +289,7 @@ def test_a_newcomer_that_missed_the_first_step_of_the_others_waits_for_minutes_b
     """Its download went on from the slow donor, although the others had a state to give meanwhile."""
     leaves = "a download that comes too slowly makes way for the state of others"
     before = reached[leaves]
-    beside_a_hopeless_donor(15_000.0, 4, apart_s=1.0)
+    beside_a_hopeless_donor(15_000.0, 5, apart_s=1.0)
     assert reached[leaves] > before
 
 

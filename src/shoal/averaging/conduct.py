@@ -168,8 +168,8 @@ class Conduct:
         """These kept a round waiting. The second time under one leader does not count: is the leader to blame for it?
 
         It may have told them nothing, or too late. Next another one leads, if the others find that, too
-        (`LeaderMemory`).
-        Under two leaders, or a third time, it is their own fault. So it is at once if no leader is named.
+        (`LeaderMemory`). Under two leaders, or a third time, it is their own fault. So it is at once if no leader is
+        named.
         """
         unforgiven = self.idle.unforgiven
         for peer in sorted(late):

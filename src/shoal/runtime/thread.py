@@ -98,7 +98,9 @@ class _Loop(asyncio.SelectorEventLoop):
         super().__init__(SlicingSelector(self.clock))
         self._lookups = lookups
         self._alone = False
-        self.time = self.clock.now  # type: ignore[method-assign]  # without a call in between: it is asked all the time
+
+    def time(self) -> float:
+        return self.clock.now()
 
     def run_in_executor(
         self, executor: concurrent.futures.Executor | None, func: Callable[[*Ts], T], *args: *Ts

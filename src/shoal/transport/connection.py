@@ -127,7 +127,8 @@ class TcpConnection(asyncio.BufferedProtocol):
             await self._wait_drained()
             if self._closing:
                 raise self._unreachable()
-            views = [memoryview(buffer).cast("B") for buffer in buffers]
+            # An empty buffer of several dimensions cannot be cast.
+            views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
             nbytes = sum(map(len, views))
             bulk = self.bulk or nbytes > SMALL_BYTES
             for number, bunch in enumerate(_bunches(views, nbytes, self._uplink.piece_bytes(BUNCH_BYTES))):

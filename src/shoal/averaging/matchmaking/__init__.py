@@ -2,8 +2,8 @@
 
 `Matchmaker` is what an averager uses. It runs the rules of `machine`, a pure state machine, which has the proof that no
 peers follow each other in a circle and no peer is in two groups. `declarations` has the known peers and the pace,
-`leaders` what a peer makes of those that lead it, `events` the transitions as data. `GroupBits` says
-under which key to look next.
+`leaders` what a peer makes of those that lead it, `events` the transitions as data. `GroupBits` says under which key to
+look next.
 """
 
 from shoal.averaging.group import Group
